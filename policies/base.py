@@ -1,0 +1,264 @@
+"""What a capacity policy is: a frozen dataclass of config numbers, with explicit state in and out.
+
+A policy decides three things: how large the receive buffers of the next step are, whether a finished
+step counts, and what follows an overflow. All of it runs on the host in plain integers, with no clock
+and no randomness, so that every host decides alike; only ``accept`` is traced into the step.
+
+The whole protocol, by hand::
+
+    state = policy.init(spec)
+    for step, batch in enumerate(batches):
+        attempt, accepted = 0, False
+        while not accepted:
+            capacity = policy.capacity(state)
+            candidate, total_recv_tokens, metrics = train_step(train_state, batch, capacity=capacity)
+            accepted = bool(policy.accept(total_recv_tokens, capacity))
+            demand = int(peak_demand(total_recv_tokens))
+            state = policy.update(state, Report(step, attempt, demand, capacity, accepted))
+            attempt += 1
+        train_state = candidate
+"""
+
+from __future__ import annotations
+
+import abc
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32, PyTree
+
+from moe_blocks.capacity import Capacity, CapacitySpec
+from policies import ladder as rungs
+
+# What a step returns: any pytree of the layers' int32 [num_buffers], in assignments before any drop.
+Demand: TypeAlias = PyTree[Int32[Array, "..."]]
+Verdict: TypeAlias = bool | Bool[Array, ""]
+
+
+class Report(NamedTuple):
+    """One finished attempt at a step, in host integers.
+
+    Attributes:
+      step: number of the step that was attempted.
+      attempt: 0 for the first attempt at the step, then 1, 2, ...
+      demand: largest entry of ``total_recv_tokens`` over layers and ranks, in assignments.
+      capacity: what the attempt was compiled for.
+      accepted: whether the step counts. If not, the training state is the one before it.
+    """
+
+    step: int
+    attempt: int
+    demand: int
+    capacity: Capacity
+    accepted: bool
+
+    @property
+    def overflow(self) -> bool:
+        """Whether some buffer was too small for what the router sent it."""
+        return self.capacity.overflows(self.demand)
+
+
+class PolicyState(NamedTuple):
+    """What a policy remembers: integers only, saved beside the training state.
+
+    A pytree of Python ints. Orbax and other checkpointers may hand the leaves back as NumPy ints or
+    0-d arrays; every function here takes those as well.
+
+    Attributes:
+      ladder: slots of every rung, increasing; the last one is dropless.
+      balanced: slots that a balanced router needs, to tell slots as a factor.
+      slots: the rung of the next step.
+      quiet: consecutive accepted steps that the next lower rung would have served.
+      overflows: attempts so far whose demand exceeded their capacity.
+      rejections: attempts so far that did not count.
+
+    Example:
+      >>> state = PolicyState(ladder=(4, 8, 16), balanced=4, slots=8)
+      >>> PolicyState.from_json(state.to_json()) == state
+      True
+      >>> state.factor
+      2.0
+    """
+
+    ladder: tuple[int, ...]
+    balanced: int
+    slots: int
+    quiet: int = 0
+    overflows: int = 0
+    rejections: int = 0
+
+    @property
+    def factor(self) -> float:
+        """The next step's slots as a multiple of the balanced size."""
+        return int(self.slots) / int(self.balanced)
+
+    def plain(self) -> PolicyState:
+        """The same state with Python ints for leaves."""
+        return PolicyState(tuple(map(int, self.ladder)), *map(int, self[1:]))
+
+    def to_json(self) -> str:
+        """Text that ``from_json`` reads back."""
+        return json.dumps(self.plain()._asdict())
+
+    @classmethod
+    def from_json(cls, text: str) -> PolicyState:
+        """Reads what ``to_json`` wrote.
+
+        Raises:
+          ValueError: if the text is not a JSON object with exactly this class's fields.
+        """
+        fields = json.loads(text)
+        if not isinstance(fields, Mapping) or set(fields) != set(cls._fields):
+            raise ValueError(f"PolicyState.from_json needs an object with the fields {cls._fields}, got {text}")
+        return cls(**fields).plain()
+
+
+class CapacityOverflowError(RuntimeError):
+    """A step overflowed and its policy has no larger capacity to offer. The step was not applied.
+
+    Attributes:
+      step: number of the step.
+      demand: assignments that the fullest buffer was sent.
+      slots: assignments that it could hold.
+      factor: the smallest factor that would have fitted, to four decimals.
+    """
+
+    def __init__(self, step: int, demand: int, slots: int, factor: float) -> None:
+        super().__init__(step, demand, slots, factor)
+        self.step, self.demand, self.slots, self.factor = step, demand, slots, factor
+
+    @classmethod
+    def of(cls, state: PolicyState, report: Report) -> CapacityOverflowError:
+        """The error for a rejected attempt."""
+        factor = math.ceil(report.demand / int(state.balanced) * 10_000) / 10_000
+        return cls(report.step, report.demand, report.capacity.slots or int(state.ladder[-1]), factor)
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step} sent {self.demand} assignments to a receive buffer of {self.slots} slots; the step was "
+            f"not applied and the training state is the one before it. A factor of {self.factor:.4g} would have held "
+            f"them: raise the factor, or choose the policy retry_dropless or adaptive_grow, which run such a step again"
+        )
+
+
+class CapacityPolicy(abc.ABC):
+    """How large the receive buffers are, whether a step counts, and what follows an overflow.
+
+    Subclass it as a frozen dataclass of config numbers, define the three abstract methods, and make it
+    known to ``from_config`` with ``register``. Laws that every policy keeps:
+
+    - the capacity is always one of ``capacities(state)``, which never changes;
+    - after a rejection the next capacity is strictly larger, or ``update`` raises;
+    - a dropless attempt is never rejected, so a retry always ends;
+    - ``update`` depends on its arguments alone;
+    - a report measured at another capacity than the current one never shrinks it nor earns any credit.
+    """
+
+    @abc.abstractmethod
+    def ladder(self, spec: CapacitySpec) -> tuple[int, ...]:
+        """Slots of every rung, strictly increasing; the last one is ``spec.dropless``."""
+
+    @abc.abstractmethod
+    def accept(self, total_recv_tokens: Demand, capacity: Capacity) -> Verdict:
+        """Whether a step with this demand counts. Traced into the compiled step.
+
+        Args:
+          total_recv_tokens: any pytree of ``<int32>[...]`` demands, in assignments before any drop.
+          capacity: what the step was compiled for.
+
+        Returns:
+          Python True if it always counts: it then costs nothing. Else a ``<bool>[]``, reduced over every
+          layer and rank, so that all hosts take the same branch.
+        """
+
+    @abc.abstractmethod
+    def update(self, state: PolicyState, report: Report) -> PolicyState:
+        """The state after one more finished attempt.
+
+        Raises:
+          CapacityOverflowError: if the attempt was rejected and there is nothing larger to try.
+        """
+
+    def init(self, spec: CapacitySpec) -> PolicyState:
+        """The state before the first step."""
+        ladder = self.ladder(spec)
+        return PolicyState(ladder, spec.balanced, slots=ladder[0])
+
+    def resume(self, spec: CapacitySpec, saved: PolicyState) -> PolicyState:
+        """The state to go on with after a restart, whose config or mesh may have changed since.
+
+        On the same ladder it is the saved state. On another one the counters stay, the first rung stays
+        the first rung, and a grown capacity becomes the smallest rung that holds as many slots.
+        """
+        fresh, saved = self.init(spec), saved.plain()
+        if saved.ladder == fresh.ladder:
+            return saved._replace(balanced=fresh.balanced)
+        grown = saved.slots > saved.ladder[0]
+        slots = rungs.fitting(fresh.ladder, saved.slots) if grown else fresh.slots
+        return fresh._replace(slots=slots, overflows=saved.overflows, rejections=saved.rejections)
+
+    def capacity(self, state: PolicyState) -> Capacity:
+        """What the next step is compiled for."""
+        return rungs.rung(state.ladder, state.slots)
+
+    def capacities(self, state: PolicyState) -> tuple[Capacity, ...]:
+        """Every capacity that the policy may ever ask for, smallest first."""
+        return tuple(self.capacity(state._replace(slots=slots)) for slots in state.ladder)
+
+
+def count(state: PolicyState, report: Report) -> PolicyState:
+    """Adds one attempt to the counters, which every policy keeps alike."""
+    return state._replace(
+        overflows=state.overflows + report.overflow, rejections=state.rejections + (not report.accepted)
+    )
+
+
+def fits(total_recv_tokens: Demand, capacity: Capacity) -> Verdict:
+    """Whether no buffer overflowed: Python True where none can. Exactly full fits."""
+    return True if capacity.slots is None else peak_demand(total_recv_tokens) <= capacity.slots
+
+
+def peak_demand(total_recv_tokens: Demand) -> Int32[Array, ""]:
+    """The largest demand on any receive buffer, over all layers and ranks.
+
+    The layers are first combined buffer by buffer, which needs no communication, and only then reduced
+    over the buffers: a step over a mesh has one all-reduce for it, however many layers there are.
+
+    Args:
+      total_recv_tokens: any pytree of ``<int32>[..., num_buffers]``, in assignments; scanned layers may
+        be stacked in front, and a scalar is taken as it is.
+
+    Returns:
+      ``<int32>[]``.
+
+    Raises:
+      ValueError: if there is no demand at all, or a leaf is empty or not int32. Such a step could
+        never be seen to overflow.
+
+    Example:
+      >>> int(peak_demand({"layer_0": jnp.array([3, 9]), "layer_1": jnp.array([[4, 2], [1, 7]])}))
+      9
+    """
+    leaves = [(jax.tree_util.keystr(path), x) for path, x in jax.tree_util.tree_leaves_with_path(total_recv_tokens)]
+    if not leaves:
+        raise ValueError(
+            "total_recv_tokens holds no array, so an overflow would go unseen; return the total_recv_tokens of every "
+            f"MoE layer from the step, got {total_recv_tokens!r}"
+        )
+    groups: dict[Any, Array] = {}
+    for path, leaf in leaves:
+        array = jnp.asarray(leaf)
+        if array.dtype != jnp.int32 or not array.size:
+            raise ValueError(
+                f"total_recv_tokens{path} must be a non-empty int32 array of demands in assignments, got "
+                f"{array.dtype}{list(array.shape)}; return the third output of every MoE layer unchanged"
+            )
+        buffers = array.max(axis=tuple(range(array.ndim - 1)))  # [num_buffers] or []
+        kind = jax.typeof(buffers)  # equal shapes and shardings combine without communication
+        groups[kind] = jnp.maximum(groups[kind], buffers) if kind in groups else buffers
+    peaks = [buffers.max() for buffers in groups.values()]
+    return peaks[0] if len(peaks) == 1 else jnp.stack(peaks).max()

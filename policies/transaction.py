@@ -1,0 +1,181 @@
+"""The training step as a transaction: the part that is compiled.
+
+A rejected step is the identity on every leaf of the training state, decided inside the compiled
+program. The old state is therefore never needed again, and its buffers are donated as usual: the peak
+memory is that of a step without retry. Steps that were dispatched behind a rejected one see the latch
+``alive`` down and are identities as well, until the host arms it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jaxtyping import Array, Int32, PyTree
+
+from moe_blocks.capacity import Capacity
+from policies.base import CapacityPolicy, Demand, peak_demand
+
+# step(state, batch, *, capacity) -> (new_state, total_recv_tokens, metrics)
+Step: TypeAlias = Callable[..., tuple[Any, Any, Any]]
+STEP = "step must return (new_state, total_recv_tokens, metrics)"
+
+
+class Carry(NamedTuple):
+    """What one transaction hands to the next; donated.
+
+    Attributes:
+      alive: ``<bool>[]``, whether no step before this one waits to be run again.
+      state: the user's training state.
+    """
+
+    alive: Any
+    state: Any
+
+
+def transaction(
+    step: Step, policy: CapacityPolicy, capacity: Capacity, capacities: tuple[Capacity, ...]
+) -> Callable[[Carry, Any], tuple[Carry, Int32[Array, " 2"], Any]]:
+    """Wraps a step so that it commits itself or leaves no trace.
+
+    With ``commit = alive and accepted``, every leaf of the new state is ``where(commit, new, old)``. A
+    policy that cannot reject at any of its capacities gets the bare step: no latch and no select.
+
+    Args:
+      step: pure, ``step(state, batch, *, capacity) -> (new_state, total_recv_tokens, metrics)``.
+      policy: whose ``accept`` decides.
+      capacity: of this program.
+      capacities: every one that the policy may ask for. If it may reject at one of them, the programs
+        of all of them honour the latch.
+
+    Returns:
+      A pure function ``(carry, batch) -> (carry, verdict, metrics)``. The verdict ``<int32>[2]`` is
+      (1 if the step was committed else 0, peak demand in assignments).
+
+    Raises:
+      ValueError: when traced, if the step does not return its three values, changes the structure,
+        a shape or a dtype of the state, or returns no usable demand.
+    """
+
+    def run(carry: Carry, batch: Any) -> tuple[Carry, Int32[Array, " 2"], Any]:
+        new_state, total_recv_tokens, metrics = unpack(step(carry.state, batch, capacity=capacity), STEP)
+        check_same_layout(carry.state, new_state)
+        demand = peak_demand(total_recv_tokens)
+        if not may_reject(policy, total_recv_tokens, capacities):
+            return Carry(carry.alive, new_state), jnp.stack([jnp.ones((), jnp.int32), demand]), metrics
+        commit = carry.alive & policy.accept(total_recv_tokens, capacity)
+        state = jax.tree.map(lambda new, old: jnp.where(commit, new, old), new_state, carry.state)
+        return Carry(commit, state), jnp.stack([commit.astype(jnp.int32), demand]), metrics
+
+    return run
+
+
+def may_reject(policy: CapacityPolicy, total_recv_tokens: Demand, capacities: tuple[Capacity, ...]) -> bool:
+    """Whether the verdict at some capacity is anything but a Python True; computes nothing."""
+    found: list[bool] = []
+
+    def probe(demand: Demand) -> None:
+        found.extend(policy.accept(demand, capacity) is not True for capacity in capacities)
+
+    jax.eval_shape(probe, total_recv_tokens)
+    return any(found)
+
+
+def unpack(outputs: Any, wanted: str) -> tuple[Any, ...]:
+    """What a step returned, if it is a tuple as ``wanted`` spells it; else a ``ValueError`` that says so."""
+    if not isinstance(outputs, tuple) or len(outputs) != wanted.count(",") + 1:
+        found = f"a tuple of {len(outputs)}" if isinstance(outputs, tuple) else f"a {type(outputs).__name__}"
+        raise ValueError(f"{wanted}, got {found}")
+    return outputs
+
+
+def check_same_layout(old: PyTree, new: PyTree) -> None:
+    """Raises a ``ValueError`` that names the first leaf whose path, shape or dtype differs."""
+    before, after = (_paths(tree) for tree in (old, new))
+    for path in sorted(before.keys() ^ after.keys()):
+        which = "lost" if path in before else "added"
+        raise ValueError(f"step {which} the leaf state{path}; new_state must have the tree structure of state")
+    for path, leaf in before.items():
+        if (was := _describe(leaf)) != (now := _describe(after[path])):
+            raise ValueError(
+                f"step turned state{path} from {was} into {now}; new_state must keep the shapes and dtypes of state, "
+                "cast it back with astype"
+            )
+    structures = jax.tree.structure(old), jax.tree.structure(new)
+    if structures[0] != structures[1]:  # type: ignore[operator]  # equal paths, but a list for a tuple
+        raise ValueError("step turned the tree structure of state from {} into {}; keep it".format(*structures))
+
+
+def _paths(tree: PyTree) -> dict[str, Any]:
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _describe(leaf: Any) -> str:
+    array = jax.typeof(leaf)
+    return f"{array.dtype}{list(array.shape)}"
+
+
+def layout_of(state: PyTree, batch: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
+    """Shape, dtype and sharding that every leaf of the state keeps from one step to the next.
+
+    A leaf that is spread over several devices stays as it is. If anything is on a mesh (a leaf, the
+    batch, or the mesh in context), every other leaf is replicated over that mesh; this is where, for
+    example, an optimiser's step counter goes that was created outside ``jit``.
+    """
+    home = replicated((state, batch))
+
+    def keep(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise ValueError(
+                f"state{jax.tree_util.keystr(path)} was donated to an earlier step: a runner consumes the state that "
+                "it is given; go on from runner.state"
+            )
+        array, chosen = jax.typeof(leaf), _sharding(leaf)
+        spread = chosen is not None and len(chosen.device_set) > 1
+        sharding = chosen if spread or home is None else home
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+    return jax.tree_util.tree_map_with_path(keep, state)
+
+
+def replicated(tree: PyTree) -> NamedSharding | None:
+    """Replication over the mesh that the leaves are on, else over the mesh in context, if there is one."""
+    shardings = (_sharding(leaf) for leaf in jax.tree.leaves(tree))
+    meshes = (s.mesh for s in shardings if isinstance(s, NamedSharding))
+    mesh = next(meshes, jax.sharding.get_mesh())
+    return None if mesh.empty else NamedSharding(mesh, PartitionSpec())
+
+
+def _sharding(leaf: Any) -> Sharding | None:
+    """Where an array was put on purpose; None for NumPy arrays and for arrays that just are on the default device."""
+    return leaf.sharding if getattr(leaf, "committed", False) else None
+
+
+def place(state: PyTree, wanted: PyTree[jax.ShapeDtypeStruct]) -> PyTree:
+    """Puts the state where ``wanted`` says. Leaves that are there already are not copied.
+
+    One array in two places of the tree (an EMA that starts as the parameters, a key beside its data)
+    gets a copy, since a buffer can be donated only once.
+    """
+    seen: set[Hashable] = set()
+
+    def put(leaf: Any, struct: jax.ShapeDtypeStruct) -> Array:
+        array = jnp.asarray(leaf) if struct.sharding is None else jax.device_put(leaf, struct.sharding)
+        buffers = _buffers(array)
+        array = array if seen.isdisjoint(buffers) else array.copy()
+        seen.update(buffers)
+        return array
+
+    return jax.tree.map(put, state, wanted)
+
+
+def _buffers(array: Array) -> set[Hashable]:
+    """Where the array lies in memory: two Python arrays may share their buffers, after a ``device_put`` for example."""
+    data = jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
+    try:
+        return {(shard.device, shard.data.unsafe_buffer_pointer()) for shard in data.addressable_shards}
+    except jax.errors.JaxRuntimeError:  # a backend that does not tell
+        return {id(data)}
