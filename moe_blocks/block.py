@@ -20,7 +20,7 @@ from moe_blocks.grouped_matmul import check_implementation
 from moe_blocks.losses import expert_load, load_balancing_loss, router_z_loss, update_expert_bias
 from moe_blocks.metrics import layer_metrics
 from moe_blocks.routing import Router, Routing, jitter, route
-from moe_blocks.sharding import axis_sizes, call_with_pure, place, place_like, with_axes
+from moe_blocks.sharding import axis_sizes, call_with_pure, check_token_axes, place, place_like, with_axes
 
 Initializer = Callable[..., Array]
 
@@ -187,6 +187,7 @@ class MoEBlock(nn.Module):
                 f"token_mask must be bool {x.shape[:-1]} with True for real tokens, got {token_mask.dtype} "
                 f"{token_mask.shape}"
             )
+        check_token_axes(x, self.batch_axes)
         tokens = x
         if self.batch_axes:
             tokens, token_mask = place((x, token_mask), P(self.batch_axes))

@@ -124,6 +124,24 @@ def take_experts(values: Float[Array, "*tokens E"], indices: Int[Array, "*tokens
     return jnp.where(chosen, values[..., None, :], 0).sum(-1)
 
 
+def top_k_indices(scores: Float[Array, "*tokens E"], k: int) -> Int[Array, "*tokens k"]:
+    """The ids of the ``k`` largest scores, best first; of equal ones the lower id. Always ``k`` distinct ids.
+
+    ``jax.lax.top_k`` gives the same, but XLA does not split it over a mesh: it first gathers the scores of all
+    tokens on every device. These k passes of maximum and mask are split like any elementwise operation.
+    """
+    # Floats as integers of the same order, so that a mark below every float, -inf included, exists.
+    bits = jax.lax.bitcast_convert_type(scores.astype(jnp.float32) + 0.0, jnp.int32)  # + 0.0 turns -0.0 into 0.0
+    keys = bits ^ ((bits >> 31) & jnp.int32(0x7FFFFFFF))
+    ids = jax.lax.broadcasted_iota(jnp.int32, keys.shape, keys.ndim - 1)
+    chosen = []
+    for _ in range(k):
+        best = keys == keys.max(-1, keepdims=True)
+        chosen.append(jnp.where(best, ids, keys.shape[-1]).min(-1, keepdims=True))
+        keys = jnp.where(ids == chosen[-1], jnp.iinfo(jnp.int32).min, keys)
+    return jnp.concatenate(chosen, axis=-1)
+
+
 def route(
     logits: Float[Array, "*tokens E"],
     router: Router,
@@ -169,8 +187,7 @@ def route(
     preference = scores if expert_bias is None else scores + jnp.broadcast_to(expert_bias, scores.shape)
     if not router.use_pre_softmax:
         preference = logits
-    _, indices = jax.lax.top_k(jax.lax.stop_gradient(preference), num_experts_per_tok)
-    indices = indices.astype(jnp.int32)
+    indices = top_k_indices(jax.lax.stop_gradient(preference), num_experts_per_tok)
     if router.use_pre_softmax:
         weights = take_experts(scores, indices)
     else:

@@ -68,6 +68,16 @@ def _is_explicit() -> bool:
     return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
+def check_token_axes(x: jax.Array, batch_axes: tuple[str, ...]) -> None:
+    """Raises a ``ValueError`` if the type of ``x`` says that it is sharded and ``batch_axes`` is empty.
+
+    Only Explicit axes are part of a type. Sharded tokens need buffers of their own on each device.
+    """
+    spec = jax.typeof(x).sharding.spec
+    if not batch_axes and any(axis is not None for axis in spec):
+        raise ValueError(f"x is sharded as {spec} but batch_axes=(); name the mesh axes of its leading axis there")
+
+
 def place(tree: PyTree, specs: PyTree) -> PyTree:
     """Lays arrays out over the current mesh, whose axes may be of type Auto or Explicit.
 
