@@ -91,10 +91,13 @@ def make_layout(groups: Int[Array, "N k"], *, num_groups: int, num_rows: int) ->
       groups: int32 ``[N, k]``, the group of each assignment, ``num_groups`` for none. At most ``num_rows`` of
         them have one.
       num_groups: G.
-      num_rows: M.
+      num_rows: M, at most ``N * k``.
 
     Returns:
       A ``Layout``.
+
+    Raises:
+      ValueError: if there are fewer assignments than rows.
 
     Example:
       >>> layout = make_layout(jnp.array([[1], [0], [2], [1]]), num_groups=2, num_rows=4)
@@ -103,6 +106,8 @@ def make_layout(groups: Int[Array, "N k"], *, num_groups: int, num_rows: int) ->
     """
     num_tokens, k = groups.shape
     total = num_tokens * k
+    if num_rows > total:
+        raise ValueError(f"num_rows must be at most the number of assignments, {total}, got {num_rows}")
     ordered, order = jax.lax.sort_key_val(groups.ravel(), jnp.arange(total, dtype=jnp.int32), is_stable=True)
     bounds = jnp.searchsorted(ordered, jnp.arange(num_groups + 1, dtype=ordered.dtype)).astype(jnp.int32)
     filled = jnp.arange(num_rows, dtype=jnp.int32) < bounds[-1]

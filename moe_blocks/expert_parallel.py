@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from moe_blocks.capacity import CapacitySpec
+from moe_blocks.capacity import CapacitySpec, positive_int
 from moe_blocks.dispatch import DROP_ORDERS, Layout, admit, combine_rows, gather_rows, make_layout
 from moe_blocks.losses import expert_load
 from moe_blocks.routing import valid_assignments
@@ -106,6 +106,8 @@ def ep_admit(
     ep = _axis_size(axis_name)
     k = indices.shape[-1]
     spec = CapacitySpec(indices.size // k, num_experts, k, ep, scope)
+    if slots is not None:
+        positive_int("slots", slots)
     if drop_order not in DROP_ORDERS:
         raise ValueError(f"drop_order must be one of {sorted(DROP_ORDERS)}, got {drop_order!r}")
     valid = valid_assignments(indices, token_mask)

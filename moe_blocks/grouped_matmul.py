@@ -6,18 +6,15 @@ rows, ``K`` inner, ``N`` outer width, ``E`` groups, ``B`` rows of a block.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 MAX_BLOCK = 128  # rows; larger blocks waste work on small groups, smaller ones do not fill the matrix unit
-
-
-def _filled(group_sizes: Int[Array, " E"], num_rows: int) -> Array:
-    """Marks the rows that belong to a group, ``[M, 1]``."""
-    return (jnp.arange(num_rows, dtype=jnp.int32) < group_sizes.sum())[:, None]
 
 
 def _block_rows(num_rows: int, num_groups: int) -> int:
@@ -71,7 +68,7 @@ def _blocked_product(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
 
 
 def _blocked_outer(lhs: Array, cotangent: Array, group_sizes: Array) -> Array:
-    """``out[e] = lhs_e^T @ cotangent_e``, accumulated in float32; exactly zero for an empty group."""
+    """``out[e] = lhs_e^T @ cotangent_e``, accumulated in float32."""
     block = _block_rows(lhs.shape[0], group_sizes.shape[0])
 
     def body(out: Array, group: Array, start: Array, end: Array) -> Array:
@@ -84,31 +81,67 @@ def _blocked_outer(lhs: Array, cotangent: Array, group_sizes: Array) -> Array:
     return _for_each_block(body, out, group_sizes, block).astype(lhs.dtype)
 
 
-@jax.custom_vjp
-def _blocked(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
-    return _blocked_product(lhs, rhs, group_sizes)
+def _mask(rows: Array, group_sizes: Array) -> Array:
+    """Zeros past the last group. XLA's product does not promise them, and NaN times zero is NaN."""
+    filled = jnp.arange(rows.shape[0], dtype=jnp.int32) < group_sizes.sum()
+    return jnp.where(filled[:, None], rows, 0)
 
 
-def _blocked_bwd(residuals: tuple[Array, Array, Array], cotangent: Array) -> tuple[Array, Array, None]:
-    lhs, rhs, group_sizes = residuals
-    d_lhs = _blocked_product(cotangent, rhs.swapaxes(1, 2), group_sizes)
-    return d_lhs, _blocked_outer(lhs, cotangent, group_sizes), None
+# XLA cannot batch the next two; under vmap they run one after the other.
+@jax.custom_batching.sequential_vmap
+def _ragged_product(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
+    out = jax.lax.ragged_dot(_mask(lhs, group_sizes), rhs, group_sizes, preferred_element_type=jnp.float32)
+    return _mask(out, group_sizes).astype(lhs.dtype)
 
 
-_blocked.defvjp(lambda *args: (_blocked_product(*args), args), _blocked_bwd)
+@jax.custom_batching.sequential_vmap
+def _ragged_outer(lhs: Array, cotangent: Array, group_sizes: Array) -> Array:
+    over_rows = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=()
+    )
+    masked = _mask(lhs, group_sizes), _mask(cotangent, group_sizes)
+    out = jax.lax.ragged_dot_general(*masked, group_sizes, over_rows, preferred_element_type=jnp.float32)
+    return out.astype(lhs.dtype)
 
 
-def _ragged_dot(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
-    filled = _filled(group_sizes, lhs.shape[0])
-    # Masked on both sides: what lies past the last group must not reach a gradient, even as NaN * 0.
-    out = jax.lax.ragged_dot(jnp.where(filled, lhs, 0), rhs, group_sizes, preferred_element_type=jnp.float32)
-    return jnp.where(filled, out, 0).astype(lhs.dtype)
+class Implementation(NamedTuple):
+    """A grouped product, and the product over rows that the gradient of the matrices is.
+
+    Attributes:
+      product: ``(lhs [M, K], rhs [E, K, N], group_sizes [E]) -> [M, N]``, zero past the last group, whatever lhs
+        holds there.
+      outer: ``(lhs [M, K], cotangent [M, N], group_sizes [E]) -> [E, K, N]``, ``lhs_e^T @ cotangent_e`` for each
+        group, exactly zero for an empty one; what lies past the last group does not matter.
+    """
+
+    product: Callable[[Array, Array, Array], Array]
+    outer: Callable[[Array, Array, Array], Array]
 
 
-IMPLEMENTATIONS: dict[str, Callable[[Array, Array, Array], Array]] = {
-    "blocked": _blocked,
-    "ragged_dot": _ragged_dot,
+IMPLEMENTATIONS = {
+    "blocked": Implementation(_blocked_product, _blocked_outer),
+    "ragged_dot": Implementation(_ragged_product, _ragged_outer),
 }
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped(implementation: Implementation, lhs: Array, rhs: Array, group_sizes: Array) -> Array:
+    return implementation.product(lhs, rhs, group_sizes)
+
+
+def _grouped_fwd(implementation: Implementation, *operands: Array) -> tuple[Array, tuple[Array, ...]]:
+    return implementation.product(*operands), operands
+
+
+def _grouped_bwd(
+    implementation: Implementation, operands: tuple[Array, ...], cotangent: Array
+) -> tuple[Array, Array, None]:
+    lhs, rhs, group_sizes = operands
+    d_lhs = implementation.product(cotangent, rhs.swapaxes(1, 2), group_sizes)
+    return d_lhs, implementation.outer(lhs, cotangent, group_sizes), None
+
+
+_grouped.defvjp(_grouped_fwd, _grouped_bwd)
 
 # Tried in this order. On CPU and GPU XLA expands `ragged_dot` to E dense products (marin-community/marin#5394).
 PREFERRED = {"tpu": ("ragged_dot", "blocked")}
@@ -167,7 +200,7 @@ def grouped_matmul(
     reasons = []
     for name in preferred if implementation is None else (implementation,):
         try:
-            return IMPLEMENTATIONS[name](lhs, rhs, group_sizes)
+            return _grouped(IMPLEMENTATIONS[name], lhs, rhs, group_sizes)
         except NotImplementedError as reason:
             reasons.append(f"{name}: {reason}")
     raise NotImplementedError("no implementation of grouped_matmul can serve: " + "; ".join(reasons))

@@ -101,6 +101,8 @@ def router_z_loss(
     References:
       ST-MoE, arXiv 2202.08906, eq. 5.
     """
+    if token_mask is not None:  # ahead of the logsumexp too, whose gradient would be NaN * 0
+        logits = jnp.where(token_mask[..., None], logits, 0)
     z = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1, keepdims=True)
     return _mean_over_tokens(jnp.square(z), token_mask)[0]
 
