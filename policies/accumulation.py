@@ -11,7 +11,7 @@ from jaxtyping import Array, PyTree
 
 from moe_blocks.capacity import positive_int
 from policies.base import Demand
-from policies.transaction import unpack
+from policies.commit import unpack
 
 
 def accumulate(

@@ -11,7 +11,7 @@ import jax
 
 from moe_blocks.capacity import Capacity, positive_int
 from policies.base import peak_demand
-from policies.transaction import unpack
+from policies.commit import unpack
 
 DROPLESS = Capacity(slots=None)
 

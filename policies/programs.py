@@ -17,7 +17,8 @@ from jaxtyping import PyTree
 
 from moe_blocks.capacity import Capacity
 from policies.base import CapacityPolicy
-from policies.transaction import Carry, Step, layout_of, replicated, transaction
+from policies.commit import Step
+from policies.transaction import Carry, layout_of, replicated, transaction
 
 
 class Programs:

@@ -23,8 +23,9 @@ import jax.numpy as jnp
 
 from moe_blocks.capacity import Capacity, CapacitySpec, positive_int
 from policies.base import CapacityPolicy, PolicyState, Report
+from policies.commit import Step
 from policies.programs import Programs
-from policies.transaction import Carry, Step, place
+from policies.transaction import Carry, place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +179,7 @@ class StepRunner:
         Raises:
           CapacityOverflowError: from a policy that cannot go on. ``runner.state`` is then the state before
             that step; neither its batch nor those behind it were applied.
-          ValueError: if the step breaks its contract.
+          ValueError: if the step breaks its contract, or a batch does not suit it. Likewise.
         """
         self.start(state)
         for batch in batches:
@@ -231,10 +232,14 @@ class StepRunner:
         while self._waiting and not self._retrying():
             waited = self._waiting[0]
             capacity = self.policy.capacity(self._policy_state)
-            program = self._programs.get(capacity, waited.batch)
-            with _uninterrupted():  # the call consumes the old state, so the new one must not get lost
-                self._carry, verdict, metrics = program(self._carry, waited.batch)
-                self._flying.append(_Flight(self._waiting.popleft(), capacity, verdict, metrics))
+            try:
+                program = self._programs.get(capacity, waited.batch)
+                with _uninterrupted():  # the call consumes the old state, so the new one must not get lost
+                    self._carry, verdict, metrics = program(self._carry, waited.batch)
+                    self._flying.append(_Flight(self._waiting.popleft(), capacity, verdict, metrics))
+            except Exception:
+                self._waiting.clear()  # a batch that cannot run, and those behind it
+                raise
 
     def _settle(self) -> None:
         """Reads the verdict on the oldest step in flight, and counts it or puts it back."""

@@ -8,8 +8,9 @@ memory is that of a step without retry. Steps that were dispatched behind a reje
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Int32, PyTree
 
 from moe_blocks.capacity import Capacity
-from policies.base import CapacityPolicy, Demand, peak_demand
-
-# step(state, batch, *, capacity) -> (new_state, total_recv_tokens, metrics)
-Step: TypeAlias = Callable[..., tuple[Any, Any, Any]]
-STEP = "step must return (new_state, total_recv_tokens, metrics)"
+from policies.base import CapacityPolicy, Demand, Verdict, peak_demand
+from policies.commit import Step, run_and_commit
 
 
 class Carry(NamedTuple):
@@ -42,7 +40,7 @@ def transaction(
     """Wraps a step so that it commits itself or leaves no trace.
 
     With ``commit = alive and accepted``, every leaf of the new state is ``where(commit, new, old)``. A
-    policy that cannot reject at any of its capacities gets the bare step: no latch and no select.
+    policy that cannot reject at any of its capacities gets the bare step: no latch and no choice.
 
     Args:
       step: pure, ``step(state, batch, *, capacity) -> (new_state, total_recv_tokens, metrics)``.
@@ -57,18 +55,23 @@ def transaction(
 
     Raises:
       ValueError: when traced, if the step does not return its three values, changes the structure,
-        a shape or a dtype of the state, or returns no usable demand.
+        a shape or a dtype of the state, or returns no usable demand, or if the policy does not return one verdict.
     """
 
     def run(carry: Carry, batch: Any) -> tuple[Carry, Int32[Array, " 2"], Any]:
-        new_state, total_recv_tokens, metrics = unpack(step(carry.state, batch, capacity=capacity), STEP)
-        check_same_layout(carry.state, new_state)
-        demand = peak_demand(total_recv_tokens)
-        if not may_reject(policy, total_recv_tokens, capacities):
-            return Carry(carry.alive, new_state), jnp.stack([jnp.ones((), jnp.int32), demand]), metrics
-        commit = carry.alive & policy.accept(total_recv_tokens, capacity)
-        state = jax.tree.map(lambda new, old: jnp.where(commit, new, old), new_state, carry.state)
-        return Carry(commit, state), jnp.stack([commit.astype(jnp.int32), demand]), metrics
+        def decide(demand: Demand) -> Verdict:
+            if not may_reject(policy, demand, capacities):
+                return True
+            accepted = policy.accept(demand, capacity)
+            if shape := jnp.shape(accepted):
+                raise ValueError(f"{policy}.accept must return one verdict for all layers and ranks, got shape {shape}")
+            return carry.alive & accepted
+
+        bound = functools.partial(step, capacity=capacity)
+        state, total_recv_tokens, metrics, commit = run_and_commit(bound, decide, carry.state, batch)
+        alive = carry.alive if commit is True else commit
+        verdict = jnp.stack([jnp.asarray(commit, jnp.int32), peak_demand(total_recv_tokens)])
+        return Carry(alive, state), verdict, metrics
 
     return run
 
@@ -82,40 +85,6 @@ def may_reject(policy: CapacityPolicy, total_recv_tokens: Demand, capacities: tu
 
     jax.eval_shape(probe, total_recv_tokens)
     return any(found)
-
-
-def unpack(outputs: Any, wanted: str) -> tuple[Any, ...]:
-    """What a step returned, if it is a tuple as ``wanted`` spells it; else a ``ValueError`` that says so."""
-    if not isinstance(outputs, tuple) or len(outputs) != wanted.count(",") + 1:
-        found = f"a tuple of {len(outputs)}" if isinstance(outputs, tuple) else f"a {type(outputs).__name__}"
-        raise ValueError(f"{wanted}, got {found}")
-    return outputs
-
-
-def check_same_layout(old: PyTree, new: PyTree) -> None:
-    """Raises a ``ValueError`` that names the first leaf whose path, shape or dtype differs."""
-    before, after = (_paths(tree) for tree in (old, new))
-    for path in sorted(before.keys() ^ after.keys()):
-        which = "lost" if path in before else "added"
-        raise ValueError(f"step {which} the leaf state{path}; new_state must have the tree structure of state")
-    for path, leaf in before.items():
-        if (was := _describe(leaf)) != (now := _describe(after[path])):
-            raise ValueError(
-                f"step turned state{path} from {was} into {now}; new_state must keep the shapes and dtypes of state, "
-                "cast it back with astype"
-            )
-    structures = jax.tree.structure(old), jax.tree.structure(new)
-    if structures[0] != structures[1]:  # type: ignore[operator]  # equal paths, but a list for a tuple
-        raise ValueError("step turned the tree structure of state from {} into {}; keep it".format(*structures))
-
-
-def _paths(tree: PyTree) -> dict[str, Any]:
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def _describe(leaf: Any) -> str:
-    array = jax.typeof(leaf)
-    return f"{array.dtype}{list(array.shape)}"
 
 
 def layout_of(state: PyTree, batch: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
