@@ -222,7 +222,7 @@ def ep_dispatch(handle: Handle, tokens: Float[Array, "*tokens D"], weights: Floa
     width = tokens.shape[-1]
     everyone = _gather(tokens.reshape(-1, width), handle.axis_name).reshape(-1, width)
     rows = gather_rows(everyone, handle.layout)
-    group_weights = _gather(weights, handle.axis_name).ravel()
+    group_weights = _gather(jnp.asarray(weights), handle.axis_name).ravel()
     row_weights = group_weights.at[handle.layout.assignment].get(mode="fill", fill_value=0)
     return Rows(rows, row_weights)
 

@@ -34,7 +34,7 @@ def add_bias(
 ) -> Float[Array, "M F"]:
     """Adds to each row the bias of its group; rows past the last group get none."""
     group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(rows.shape[0]), side="right")
-    return rows + bias.at[group].get(mode="fill", fill_value=0)
+    return rows + jnp.asarray(bias).at[group].get(mode="fill", fill_value=0)
 
 
 def promote(
