@@ -49,6 +49,14 @@ def positive_factor(name: str, value: object) -> Fraction:
     return factor
 
 
+def _readable(size: float) -> str:
+    """Bytes in the largest binary unit that leaves a number of at least one."""
+    units = ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.1f} {units[0]}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Capacity:
     """What a step is compiled for: hashable, a static argument of ``jax.jit``.
@@ -206,12 +214,12 @@ class CapacitySpec:
         """The multiple of the balanced size that ``slots`` amounts to."""
         return slots / self.balanced
 
-    def describe(self, factor: float | None = 1.0, *, width: int = 1, dtype: str = "bfloat16") -> str:
+    def describe(self, factor: float | None = 1.0, *, width: int | None = None, dtype: str = "bfloat16") -> str:
         """Tells a capacity in slots, in bytes, and in the units of other systems.
 
         Args:
           factor: multiple of the balanced size; None: dropless.
-          width: D, the model width in elements.
+          width: D, the model width in elements; None tells no bytes.
           dtype: of the buffer, by its numpy name.
 
         Returns:
@@ -221,7 +229,7 @@ class CapacitySpec:
           >>> print(CapacitySpec(64, 8, 2, ep_size=2).describe(1.25, width=512, dtype="float32"))
           CapacitySpec: T=64 per rank, E=8, k=2, ep=2, scope=rank
             slots per buffer     160 (balanced 128, dropless 256, factor 1.25)
-            receive buffer       160 rows per rank, 0.3 MiB per layer at width 512, float32
+            receive buffer       160 rows per rank, 320.0 KiB per layer at width 512, float32
             Megatron-LM          moe_expert_rank_capacity_factor=1.25 (per expert: moe_expert_capacity_factor=1.25)
             MaxText              ragged_buffer_factor=1.25
             TransformerEngine    recv_capacity_per_rank=160, recv_capacity_factor=1.25
@@ -234,14 +242,17 @@ class CapacitySpec:
         """
         slots, rows = self.slots(factor), self.rows(self.slots(factor))
         unit = slots * self.buffers_per_rank / (self.tokens_per_rank * self.num_experts_per_tok)
-        mib = rows * positive_int("width", width) * np.dtype(dtype).itemsize / 2**20
+        memory = ""
+        if width is not None:
+            size = rows * positive_int("width", width) * np.dtype(dtype).itemsize
+            memory = f", {_readable(size)} per layer at width {width}, {dtype}"
         return "\n".join(
             (
                 f"CapacitySpec: T={self.tokens_per_rank} per rank, E={self.num_experts}, "
                 f"k={self.num_experts_per_tok}, ep={self.ep_size}, scope={self.scope}",
                 f"  slots per buffer     {slots} (balanced {self.balanced}, dropless {self.dropless}, "
                 f"factor {self.factor(slots):.4g})",
-                f"  receive buffer       {rows} rows per rank, {mib:.1f} MiB per layer at width {width}, {dtype}",
+                f"  receive buffer       {rows} rows per rank{memory}",
                 f"  Megatron-LM          moe_expert_rank_capacity_factor={unit:.4g} "
                 f"(per expert: moe_expert_capacity_factor={unit:.4g})",
                 f"  MaxText              ragged_buffer_factor={unit:.4g}",

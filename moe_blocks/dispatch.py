@@ -121,7 +121,7 @@ def make_layout(groups: Int[Array, "N k"], *, num_groups: int, num_rows: int) ->
 
 def _take_rows(values: Float[Array, "X D"], index: Int[Array, " Y"]) -> Float[Array, "Y D"]:
     """``values[index]``, zero where the index lies past the end."""
-    return jnp.asarray(values).at[index].get(mode="fill", fill_value=0)
+    return jnp.take(values, index, axis=0, mode="fill", fill_value=0)
 
 
 def _sum_rows(values: Float[Array, "M D"], rows: Int[Array, "N m"]) -> Float[Array, "N D"]:

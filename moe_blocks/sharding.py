@@ -78,14 +78,16 @@ def check_token_axes(x: jax.Array, batch_axes: tuple[str, ...]) -> None:
         raise ValueError(f"x is sharded as {spec} but batch_axes=(); name the mesh axes of its leading axis there")
 
 
+# Under jit, also when called eagerly: an array outside of any mesh takes no constraint otherwise.
+_constrain = jax.jit(jax.lax.with_sharding_constraint, static_argnums=1)
+
+
 def place(tree: PyTree, specs: PyTree) -> PyTree:
     """Lays arrays out over the current mesh, whose axes may be of type Auto or Explicit.
 
     ``specs`` is a prefix of ``tree`` with ``PartitionSpec`` leaves.
     """
-    # Under jit, also when called eagerly: an array outside of any mesh takes no constraint otherwise.
-    constrain = jax.jit(jax.lax.with_sharding_constraint, static_argnums=1)
-    put = jax.sharding.reshard if _is_explicit() else constrain
+    put = jax.sharding.reshard if _is_explicit() else _constrain
     return jax.tree.map(
         lambda spec, subtree: jax.tree.map(lambda leaf: put(leaf, spec), subtree),
         specs,

@@ -140,7 +140,7 @@ class CapacityOverflowError(RuntimeError):
     def __str__(self) -> str:
         return (
             f"step {self.step} sent {self.demand} assignments to a receive buffer of {self.slots} slots; the step was "
-            f"not applied and the training state is the one before it. A factor of {self.factor:.4g} would have held "
+            f"not applied and the training state is the one before it. A factor of {self.factor} would have held "
             f"them: raise the factor, or choose the policy retry_dropless or adaptive_grow, which run such a step again"
         )
 
