@@ -122,10 +122,13 @@ def exchange(
     by_token = P(batch_axes)
     by_expert = jax.tree.map(lambda leaf: P(expert_axis) if leaf.shape[:1] == (spec.num_experts,) else P(), variables)
     in_specs = (by_expert, by_token, by_token, by_token, by_token)
-    mapped = jax.shard_map(
-        rank_fn,
-        in_specs=in_specs,
-        out_specs=(by_token, by_token, by_token),
-        check_vma=False,  # experts are user code, whose loops need not annotate what varies
+    # Under jit also when called eagerly, where shard_map would compile operation by operation.
+    mapped = jax.jit(
+        jax.shard_map(
+            rank_fn,
+            in_specs=in_specs,
+            out_specs=(by_token, by_token, by_token),
+            check_vma=False,  # experts are user code, whose loops need not annotate what varies
+        )
     )
     return mapped(*(place(arg, specs) for arg, specs in zip(args, in_specs, strict=True)))
