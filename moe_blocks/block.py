@@ -19,7 +19,7 @@ from moe_blocks.experts import Activation, as_activation, feed_forward, promote
 from moe_blocks.grouped_matmul import check_implementation
 from moe_blocks.losses import expert_load, load_balancing_loss, router_z_loss, update_expert_bias
 from moe_blocks.metrics import layer_metrics
-from moe_blocks.routing import Router, Routing, jitter, route
+from moe_blocks.routing import Router, Routing, check_routing, jitter, route
 from moe_blocks.sharding import axis_sizes, call_with_pure, check_token_axes, place, place_like, with_axes
 
 Initializer = Callable[..., Array]
@@ -168,6 +168,7 @@ class MoEBlock(nn.Module):
           x: ``[..., D]`` with at least one leading axis; the last of them (axis -2) is the token position. With
             ``batch_axes`` the first is sharded over them.
           capacity: overrides the attribute when given; static under ``jit``. ``Capacity(slots=None)`` is dropless.
+            Under ``nn.remat`` close over it, or pass it by position to a layer around the block, static there.
           token_mask: bool ``[...]``, True = real token. A masked token takes no slot, is in no count and no loss, gets
             output and gradient 0, and cannot change another token even if it holds NaN.
           deterministic: False applies the router's jitter, which needs the rng stream ``"jitter"``.
@@ -198,6 +199,7 @@ class MoEBlock(nn.Module):
         routing = self.route(
             jitter(self.make_rng("jitter"), tokens, self.router.jitter) if noisy else tokens, token_mask
         )
+        check_routing(routing, x.shape[:-1], num_experts=self.num_experts, num_experts_per_tok=self.num_experts_per_tok)
         if self.is_initializing():  # declare the parameters of all experts; below each rank sees its own
             self.experts(jnp.zeros((1, x.shape[-1]), x.dtype), jnp.zeros((self.num_experts,), jnp.int32))
         output, total_recv_tokens, kept = call_with_pure(
@@ -225,14 +227,16 @@ class MoEBlock(nn.Module):
     def route(self, x: Float[Array, "*tokens D"], token_mask: Bool[Array, "*tokens"] | None) -> Routing:
         """Chooses the experts of each token. Override it to bring your own router.
 
-        It sees the tokens of the whole mesh and may declare parameters and submodules.
+        It sees the tokens of the whole mesh and may declare parameters and submodules. The field ``router``, and with
+        it the expert bias, belongs to this method; jitter is applied before it.
 
         Args:
           x: ``[..., D]``, the router's input; masked tokens hold zeros.
           token_mask: bool ``[...]``, True = real token, or None.
 
         Returns:
-          A `Routing` with distinct experts for each token.
+          A `Routing` whose indices are distinct for each token and lie in 0..E-1: that is not checked, and an index out
+          of range is served by nobody. A router without logits returns zero logits and uniform scores.
         """
         gate = nn.Dense(
             self.num_experts,
@@ -258,7 +262,14 @@ class MoEBlock(nn.Module):
 
         It runs on one rank, on the rows of that rank's experts, possibly once per chunk. Declare the parameters with
         `expert_param`, or with ``self.param`` and the leading axis ``group_sizes.shape[0]``: such a parameter is
-        split over the ranks. A parameter that all experts share must not lead with an axis of E entries.
+        split over the ranks. A parameter that all experts share must not lead with an axis of E entries. Parameters
+        come in their storage dtype; `promote` casts them and the rows to the compute dtype::
+
+            def experts(self, rows, group_sizes):
+                shape = (rows.shape[-1], rows.shape[-1])
+                kernel = self.expert_param("kernel", self.kernel_init, group_sizes.shape[0], shape, (None, None))
+                rows, params = promote(rows, {"kernel": kernel}, dtype=self.dtype)
+                return grouped_matmul(rows, params["kernel"], group_sizes)
 
         Args:
           rows: ``[M, D]``, sorted by expert; rows past ``sum(group_sizes)`` are zero.

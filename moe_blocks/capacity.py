@@ -40,9 +40,9 @@ def positive_factor(name: str, value: object) -> Fraction:
     """
     try:
         factor = Fraction(str(value))
-    except (ValueError, ZeroDivisionError):  # NaN, infinity, None, text
+    except (ValueError, ZeroDivisionError):  # NaN, infinity, None
         factor = None
-    if factor is None or factor <= 0 or value is True:
+    if factor is None or factor <= 0 or isinstance(value, bool | str):
         raise ValueError(
             f"{name} must be a finite number above 0, got {value!r}; 1.0 is the balanced size, None is dropless"
         )
@@ -87,7 +87,8 @@ class Capacity:
                 positive_int("Capacity.slots", self.slots)
             except ValueError as error:
                 raise ValueError(
-                    f"{error}. Slots are rows of the buffer; for a factor call CapacitySpec.slots(factor)"
+                    f"{error}. Slots are rows of the buffer: for a factor call CapacitySpec.slots(factor); under jit "
+                    "or remat a capacity is a static argument (static_argnames, static_argnums), or closed over"
                 ) from None
         positive_int("Capacity.chunks", self.chunks)
         if self.on_overflow not in ON_OVERFLOW:

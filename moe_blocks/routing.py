@@ -198,6 +198,24 @@ def route(
     return Routing(indices, weights * router.scaling_factor, family.shares(logits), logits)
 
 
+def check_routing(routing: Routing, tokens: tuple[int, ...], *, num_experts: int, num_experts_per_tok: int) -> None:
+    """Raises a ``ValueError`` that names the field if a router of one's own returns another shape or dtype."""
+    wanted = {
+        "indices": ((*tokens, num_experts_per_tok), jnp.int32),
+        "weights": ((*tokens, num_experts_per_tok), jnp.float32),
+        "scores": ((*tokens, num_experts), jnp.float32),
+        "logits": ((*tokens, num_experts), jnp.float32),
+    }
+    for name, (shape, dtype) in wanted.items():
+        field = getattr(routing, name)
+        got = None if field is None else (jnp.shape(field), jnp.result_type(field))
+        if got != (shape, jnp.dtype(dtype)):
+            raise ValueError(
+                f"route must return {name} of {jnp.dtype(dtype).name}{list(shape)}, got {got}; a router without logits "
+                "returns zero logits and uniform scores, 1 / num_experts"
+            )
+
+
 def jitter(key: PRNGKeyArray, x: Float[Array, "*tokens D"], eps: float) -> Float[Array, "*tokens D"]:
     """Multiplies ``x`` by uniform noise in ``[1 - eps, 1 + eps]``, drawn in float32.
 

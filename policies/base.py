@@ -111,9 +111,19 @@ class PolicyState(NamedTuple):
         Raises:
           ValueError: if the text is not a JSON object with exactly this class's fields.
         """
-        fields = json.loads(text)
+        return cls.of(text)
+
+    @classmethod
+    def of(cls, saved: PolicyState | Mapping[str, Any] | str) -> PolicyState:
+        """A state from itself, from its fields as a checkpointer restores them, or from the text of ``to_json``.
+
+        Raises:
+          ValueError: if it is none of them, or does not have exactly this class's fields.
+        """
+        fields = json.loads(saved) if isinstance(saved, str) else saved
+        fields = fields._asdict() if isinstance(fields, cls) else fields
         if not isinstance(fields, Mapping) or set(fields) != set(cls._fields):
-            raise ValueError(f"PolicyState.from_json needs an object with the fields {cls._fields}, got {text}")
+            raise ValueError(f"a PolicyState needs an object with the fields {cls._fields}, got {saved}")
         return cls(**fields).plain()
 
 
@@ -156,6 +166,9 @@ class CapacityPolicy(abc.ABC):
     - a dropless attempt is never rejected, so a retry always ends;
     - ``update`` depends on its arguments alone;
     - a report measured at another capacity than the current one never shrinks it nor earns any credit.
+
+    `StepRunner` checks the first two at every step. The state is a `PolicyState` for every policy; a policy that
+    counts something of its own counts it in ``quiet``.
     """
 
     @abc.abstractmethod
@@ -184,17 +197,27 @@ class CapacityPolicy(abc.ABC):
         """
 
     def init(self, spec: CapacitySpec) -> PolicyState:
-        """The state before the first step."""
+        """The state before the first step: on the first rung.
+
+        Raises:
+          ValueError: if ``ladder`` does not increase, or does not end with the dropless size.
+        """
         ladder = self.ladder(spec)
+        if list(ladder) != sorted({*ladder, spec.dropless}) or ladder[-1] != spec.dropless:
+            raise ValueError(
+                f"{type(self).__name__}.ladder must return strictly increasing slots that end with "
+                f"spec.dropless={spec.dropless}, got {ladder}"
+            )
         return PolicyState(ladder, spec.balanced, slots=ladder[0])
 
-    def resume(self, spec: CapacitySpec, saved: PolicyState) -> PolicyState:
+    def resume(self, spec: CapacitySpec, saved: PolicyState | Mapping[str, Any] | str) -> PolicyState:
         """The state to go on with after a restart, whose config or mesh may have changed since.
 
-        On the same ladder it is the saved state. On another one the counters stay, the first rung stays
+        ``saved`` may also be the text of ``to_json``, or the mapping of fields that a checkpointer restores. On the
+        same ladder it is the saved state. On another one the counters stay, the first rung stays
         the first rung, and a grown capacity becomes the smallest rung that holds as many slots.
         """
-        fresh, saved = self.init(spec), saved.plain()
+        fresh, saved = self.init(spec), PolicyState.of(saved)
         if saved.ladder == fresh.ladder:
             return saved._replace(balanced=fresh.balanced)
         grown = saved.slots > saved.ladder[0]
@@ -215,6 +238,26 @@ def count(state: PolicyState, report: Report) -> PolicyState:
     return state._replace(
         overflows=state.overflows + report.overflow, rejections=state.rejections + (not report.accepted)
     )
+
+
+def checked_update(policy: CapacityPolicy, state: PolicyState, report: Report) -> PolicyState:
+    """``policy.update``, and a word with a policy that breaks the laws on which the number of retries rests.
+
+    Raises:
+      RuntimeError: if the next capacity is not one of ``capacities``, or not larger after a rejection.
+    """
+    name, after = type(policy).__name__, policy.update(state, report)
+    capacity, valid = policy.capacity(after), policy.capacities(state)
+    if capacity not in valid:
+        raise RuntimeError(f"{name}.update chose {capacity}, which is none of its capacities {valid}")
+    tried = report.capacity.slots
+    larger = tried is not None and (capacity.slots is None or capacity.slots > tried)
+    if not report.accepted and not larger:
+        raise RuntimeError(
+            f"{name}.update answered the rejection of {report.capacity} at step {report.step} with {capacity}, so the "
+            "step would be tried for ever; return a state with a larger rung of state.ladder"
+        )
+    return after
 
 
 def fits(total_recv_tokens: Demand, capacity: Capacity) -> Verdict:

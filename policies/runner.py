@@ -15,14 +15,14 @@ import contextlib
 import dataclasses
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from moe_blocks.capacity import Capacity, CapacitySpec, positive_int
-from policies.base import CapacityPolicy, PolicyState, Report
+from policies.base import CapacityPolicy, PolicyState, Report, checked_update
 from policies.commit import Step
 from policies.programs import Programs
 from policies.transaction import Carry, place
@@ -87,11 +87,12 @@ class StepRunner:
       policy: decides on capacities, verdicts and retries.
       spec: of the MoE layers; where they differ, of the one with the largest buffers.
       lag: steps that may be in flight while the next one is dispatched.
-      policy_state: saved by an earlier run; None: the policy's first state.
+      policy_state: saved by an earlier run, as it is, as a mapping of its fields, or as JSON; None: the policy's first
+        state.
       first_step: number of the first step.
 
     Raises:
-      ValueError: if ``lag`` or ``first_step`` is not an integer of at least 0.
+      ValueError: if ``lag`` or ``first_step`` is not an integer of at least 0, or ``policy_state`` is none.
 
     Example:
       >>> from policies import RetryDropless
@@ -115,7 +116,7 @@ class StepRunner:
         spec: CapacitySpec,
         *,
         lag: int = 1,
-        policy_state: PolicyState | None = None,
+        policy_state: PolicyState | Mapping[str, Any] | str | None = None,
         first_step: int = 0,
     ) -> None:
         self.policy = policy
@@ -248,7 +249,7 @@ class StepRunner:
         report = Report(self._next, len(rejected), demand, capacity, bool(committed))
         with _uninterrupted():
             if report.accepted:
-                self._policy_state = self.policy.update(self._policy_state, report)
+                self._policy_state = checked_update(self.policy, self._policy_state, report)
                 overflow = (*rejected, report)[0].overflow
                 self._reports.append(StepReport(self._next, metrics, capacity, demand, overflow, rejected))
                 self._flying.popleft()
@@ -258,7 +259,7 @@ class StepRunner:
                 self._carry = self._carry._replace(alive=_armed(verdict.sharding))
                 self._flying.clear()
                 self._waiting.clear()
-                self._policy_state = self.policy.update(self._policy_state, report)
+                self._policy_state = checked_update(self.policy, self._policy_state, report)
                 self._waiting.extend([_Waiting(batch, (*rejected, report)), *behind])
 
 

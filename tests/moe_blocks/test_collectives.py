@@ -1,4 +1,4 @@
-"""What a compiled layer sends over the mesh: the tokens, their choices and weights, and nothing as wide as the experts."""
+"""What a compiled layer sends over the mesh: tokens, their choices and weights, nothing as wide as the experts."""
 
 from __future__ import annotations
 

@@ -1,0 +1,192 @@
+"""The training loop: batches in, one record per accepted step out, with a progress line and a clean Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from examples.train_lm import data
+from examples.train_lm.mesh import by_row
+from examples.train_lm.train import Training, TrainState
+from policies import CapacityOverflowError, EvalRunner, StepReport, StepRunner, from_config
+
+
+class Record(NamedTuple):
+    """One accepted step.
+
+    Attributes:
+      step: its number.
+      loss: on its batch, in nats per byte, without the router losses.
+      aux_loss: the router losses.
+      grad_norm: before clipping.
+      demand: the largest on a receive buffer, in assignments, of the accepted attempt.
+      slots: of one receive buffer at the first attempt: what the policy chose.
+      final_slots: of one receive buffer at the accepted attempt.
+      overflow: whether the first attempt overflowed.
+      retries: attempts before the accepted one.
+      dropped: the share of assignments that were not served.
+      seconds: since the previous record.
+    """
+
+    step: int
+    loss: float
+    aux_loss: float
+    grad_norm: float
+    demand: int
+    slots: int
+    final_slots: int
+    overflow: bool
+    retries: int
+    dropped: float
+    seconds: float
+
+
+class Result(NamedTuple):
+    """What a run came to.
+
+    Attributes:
+      records: one per accepted step.
+      validation_loss: in nats per byte; None if the run ended early.
+      executables: programs compiled.
+      compile_seconds: before the first step.
+      stopped: by Ctrl-C.
+      overflow: what stopped a run whose policy could not go on.
+    """
+
+    records: list[Record]
+    validation_loss: float | None
+    executables: int
+    compile_seconds: float
+    stopped: bool
+    overflow: CapacityOverflowError | None
+
+
+def run(training: Training, text: data.Text, mesh: Mesh, path: Path) -> Result:
+    """Trains, then evaluates, with the mesh in context.
+
+    Args:
+      training: what to train.
+      text: to train and to validate on.
+      mesh: devices.
+      path: of the file that gets every record, as a line of JSON.
+    """
+    config, window = training.config, training.config.seq_len + 1
+
+    def batch(step: int) -> jax.Array:
+        rows = data.batch(text.train, seed=config.seed, step=step, rows=config.batch_size, window=window)
+        return jax.device_put(rows, by_row(mesh))
+
+    runner = StepRunner(training.step, from_config(config.policy), training.spec, lag=config.lag)
+    records: list[Record] = []
+    overflow = None
+    with stop_on_interrupt() as stop, path.open("w", encoding="utf-8") as lines:
+        print("compiling ...", file=sys.stderr)
+        started = time.perf_counter()
+        state = training.init(mesh)
+        runner.compile(state, batch(0))
+        compile_seconds = time.perf_counter() - started
+
+        # Ctrl-C ends the stream of batches, so the runner settles what is in flight and the loop ends as always.
+        batches = (batch(step) for step in range(config.steps) if not stop.is_set())
+        interval = 0.1 if sys.stderr.isatty() else 10.0  # a log file wants few lines
+        with tqdm(total=config.steps, unit="step", mininterval=interval, dynamic_ncols=True) as bar:
+            last = time.perf_counter()
+
+            def log(report: StepReport) -> None:
+                nonlocal last
+                now = time.perf_counter()
+                records.append(record(training, report, now - last))
+                last = now
+                lines.write(json.dumps(records[-1]._asdict()) + "\n")
+                bar.set_postfix_str(progress(training, records), refresh=False)
+                bar.update()
+
+            try:
+                for report in runner.run(state, batches):
+                    log(report)
+            except CapacityOverflowError as error:
+                overflow = error
+                for report in runner.drain():  # steps that were done before it
+                    log(report)
+        early = overflow is not None or stop.is_set()
+        validation_loss = (
+            None if early else evaluate(EvalRunner(training.eval_step), training, text, mesh, runner.state)
+        )
+        return Result(records, validation_loss, runner.executables, compile_seconds, stop.is_set(), overflow)
+
+
+def record(training: Training, report: StepReport, seconds: float) -> Record:
+    """What a report says, on the host. The step has finished, so this waits for nothing."""
+    metrics = jax.device_get(report.metrics)
+    config, dropless = training.config, training.spec.dropless
+    first = report.rejected[0].capacity if report.rejected else report.capacity
+    assignments = config.layers * config.batch_size * config.seq_len * config.experts_per_tok
+    return Record(
+        step=report.step,
+        loss=float(metrics["loss"]),
+        aux_loss=float(metrics["aux_loss"]),
+        grad_norm=float(metrics["grad_norm"]),
+        demand=report.demand,
+        slots=first.slots or dropless,
+        final_slots=report.capacity.slots or dropless,
+        overflow=report.overflow,
+        retries=len(report.rejected),
+        dropped=int(metrics["dropped"]) / assignments,
+        seconds=seconds,
+    )
+
+
+def progress(training: Training, records: list[Record]) -> str:
+    """The end of the progress line."""
+    recent = records[-10:]
+    return (
+        f"loss {records[-1].loss:.3f}, {tokens_per_second(training, recent):,.0f} tokens/s, "
+        f"factor {training.spec.factor(records[-1].slots):.4g}, overflows {sum(r.overflow for r in records)}, "
+        f"retries {sum(r.retries for r in records)}"
+    )
+
+
+def tokens_per_second(training: Training, records: list[Record]) -> float:
+    """Tokens of accepted steps over the time they took, retries included."""
+    tokens = len(records) * training.config.batch_size * training.config.seq_len
+    return tokens / sum(record.seconds for record in records)
+
+
+def evaluate(evaluator: EvalRunner, training: Training, text: data.Text, mesh: Mesh, state: TrainState) -> float:
+    """The mean loss on the validation text, in nats per byte, at the evaluator's capacity: dropless."""
+    config = training.config
+    batches = data.validation_batches(
+        text.validation, batches=config.eval_batches, rows=config.rows, window=config.seq_len + 1
+    )
+    reports = evaluator.run(state, (jax.device_put(rows, by_row(mesh)) for rows in batches))
+    losses = [float(report.metrics["loss"]) for report in reports]
+    return sum(losses) / len(losses)
+
+
+@contextlib.contextmanager
+def stop_on_interrupt() -> Iterator[threading.Event]:
+    """An event that the first Ctrl-C sets. A second Ctrl-C interrupts as usual."""
+    stop = threading.Event()
+    previous = signal.getsignal(signal.SIGINT)
+
+    def ask(*_: object) -> None:
+        stop.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        print("\nstopping after the steps in flight; Ctrl-C again quits at once", file=sys.stderr)
+
+    signal.signal(signal.SIGINT, ask)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, previous)
