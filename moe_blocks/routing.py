@@ -131,7 +131,9 @@ def top_k_indices(scores: Float[Array, "*tokens E"], k: int) -> Int[Array, "*tok
     tokens on every device. These k passes of maximum and mask are split like any elementwise operation.
     """
     # Floats as integers of the same order, so that a mark below every float, -inf included, exists.
-    bits = jax.lax.bitcast_convert_type(scores.astype(jnp.float32) + 0.0, jnp.int32)  # + 0.0 turns -0.0 into 0.0
+    scores = scores.astype(jnp.float32)
+    scores = jnp.where(scores == 0, 0.0, scores)  # -0.0 too; XLA leaves out an addition of zero
+    bits = jax.lax.bitcast_convert_type(scores, jnp.int32)
     keys = bits ^ ((bits >> 31) & jnp.int32(0x7FFFFFFF))
     ids = jax.lax.broadcasted_iota(jnp.int32, keys.shape, keys.ndim - 1)
     chosen = []

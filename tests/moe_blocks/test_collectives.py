@@ -37,7 +37,7 @@ def collectives(block: MoEBlock, axis_type: AxisType) -> list[tuple[str, tuple[i
     mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(axis_type,) * 2)
     with jax.set_mesh(mesh):
         x = jax.device_put(jnp.ones((8, 4, WIDTH)), NamedSharding(mesh, P(("data", "expert"))))
-        variables = nn.meta.unbox(block.init(jax.random.key(0), x))
+        variables = nn.meta.unbox(jax.jit(block.init)(jax.random.key(0), x))
 
         def loss(variables: dict, x: jax.Array) -> jax.Array:
             output, aux_loss, _ = block.apply(variables, x, capacity=8)
