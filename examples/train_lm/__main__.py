@@ -15,6 +15,7 @@ Exit codes: 0 done; 2 bad arguments, nothing was written; 3 a buffer overflowed 
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Sequence
 
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
-        print(f"{__doc__}\nKeys. {Config.__doc__}")
+        print(f"{__doc__}\nKeys. {inspect.getdoc(Config)}")
         return 0
     try:
         return command(argv)

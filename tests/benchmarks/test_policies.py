@@ -25,6 +25,7 @@ class Quick(NamedTuple):
     figures: dict[str, Any]
 
 
+@pytest.mark.timeout(600)  # many programs to compile
 def test_the_quick_run_shows_what_the_experiment_shows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """One run for all checks: it compiles a dozen programs."""
     file = tmp_path / "figures.json"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,7 @@ def test_a_file_may_hold_any_key(tmp_path: Path) -> None:
 
 def test_every_key_is_documented() -> None:
     for field in dataclasses.fields(Config):
-        assert f"\n      {field.name}: " in str(Config.__doc__)
+        assert f"\n  {field.name}: " in str(inspect.getdoc(Config))
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ def train(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> Run:
     return Run(code, *capsys.readouterr(), records, figure.read_bytes() if figure.exists() else b"")
 
 
+@pytest.mark.timeout(600)  # many programs to compile
 def test_every_policy_trains_reports_and_ends(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     runs = {
         name: train(capsys, tmp_path / name, "--config", str(CONFIGS / f"{name}.yaml"), *words)

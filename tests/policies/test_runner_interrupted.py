@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -14,6 +14,14 @@ from moe_blocks.capacity import Capacity
 from policies import Drop, RetryDropless, StepRunner
 from policies.programs import Programs
 from tests.policies.toy import SPEC, batches, by_hand, same_bits, state_of_every_kind, step
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_interrupts() -> Iterator[None]:
+    """A shell starts what it puts in the background with SIGINT ignored, and the suite may run there."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def finish(runner: StepRunner, seen: list[int], demands: tuple[int, ...]) -> None:
