@@ -19,7 +19,9 @@ import jax
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Compiling is most of the suite's time, so what one run compiled is kept for the next.
+# Compiling is most of the suite's time: LLVM need not polish programs that run once, XLA's own passes stay as they
+# are, and what one run compiled is kept for the next.
+jax.config.update("jax_disable_most_optimizations", True)
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent / ".cache" / "jax"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
