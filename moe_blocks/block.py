@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_blocks.capacity import SCOPES, Capacity, CapacitySpec, as_capacity, positive_int
-from moe_blocks.dispatch import DROP_ORDERS
+from moe_blocks.dispatch import DROP_ORDERS, Layout, combine_rows, gather_rows
 from moe_blocks.exchange import exchange
-from moe_blocks.experts import Activation, as_activation, feed_forward, promote
+from moe_blocks.experts import Activation, as_activation, feed_forward, feed_forward_tokens, promote
 from moe_blocks.grouped_matmul import check_implementation
 from moe_blocks.losses import expert_load, load_balancing_loss, router_z_loss, update_expert_bias
 from moe_blocks.metrics import layer_metrics
@@ -204,7 +204,7 @@ class MoEBlock(nn.Module):
             self.experts(jnp.zeros((1, x.shape[-1]), x.dtype), jnp.zeros((self.num_experts,), jnp.int32))
         output, total_recv_tokens, kept = call_with_pure(
             self,
-            lambda block, rows, group_sizes: block.experts(rows, group_sizes),
+            lambda block, *rows: block._serve(*rows),
             lambda experts, variables: exchange(
                 experts,
                 variables,
@@ -222,7 +222,7 @@ class MoEBlock(nn.Module):
         if self.is_mutable_collection("moe_metrics") and not self.is_initializing():
             for name, value in layer_metrics(routing, kept, token_mask).items():
                 self.sow("moe_metrics", name, value, init_fn=lambda: None, reduce_fn=lambda _, new: new)
-        return MoEOutput(place_like(output.astype(x.dtype), x), self._aux_loss(routing, token_mask), total_recv_tokens)
+        return MoEOutput(place_like(output, x), self._aux_loss(routing, token_mask), total_recv_tokens)
 
     def route(self, x: Float[Array, "*tokens D"], token_mask: Bool[Array, "*tokens"] | None) -> Routing:
         """Chooses the experts of each token. Override it to bring your own router.
@@ -278,8 +278,33 @@ class MoEBlock(nn.Module):
         Returns:
           ``[M, D]``; rows past the last group are ignored.
         """
-        num_experts = group_sizes.shape[0]
-        inward, inward_axes = (rows.shape[-1], self.intermediate_size), (self.embed_axis_name, self.mlp_axis_name)
+        rows, params = promote(rows, self._expert_params(group_sizes.shape[0], rows.shape[-1]), dtype=self.dtype)
+        return feed_forward(
+            rows,
+            group_sizes,
+            params,
+            activation=as_activation(self.activation),
+            implementation=self.implementation,
+        )
+
+    def _serve(self, tokens: Float[Array, "N D"], weights: Float[Array, " M"], layout: Layout) -> Float[Array, "N D"]:
+        """Sends each token to the experts of its rows: by `experts`, or fused as long as nobody has overridden that."""
+        if type(self).experts is not MoEBlock.experts:
+            rows = self.experts(gather_rows(tokens, layout), layout.group_sizes)
+            return combine_rows(rows, weights, layout)
+        params = self._expert_params(layout.group_sizes.shape[0], tokens.shape[-1])
+        tokens, params = promote(tokens, params, dtype=self.dtype)
+        return feed_forward_tokens(
+            tokens,
+            weights,
+            layout,
+            params,
+            activation=as_activation(self.activation),
+            implementation=self.implementation,
+        )
+
+    def _expert_params(self, num_experts: int, width: int) -> dict[str, Array]:
+        inward, inward_axes = (width, self.intermediate_size), (self.embed_axis_name, self.mlp_axis_name)
         kernels = {"wi_0": (inward, inward_axes), "wi_1": (inward, inward_axes)}
         if not self.gated:
             del kernels["wi_1"]
@@ -290,14 +315,7 @@ class MoEBlock(nn.Module):
             if self.use_bias:
                 bias = f"{name}_bias"
                 params[bias] = self.expert_param(bias, self.bias_init, num_experts, shape[1:], axis_names[1:])
-        rows, params = promote(rows, params, dtype=self.dtype)
-        return feed_forward(
-            rows,
-            group_sizes,
-            params,
-            activation=as_activation(self.activation),
-            implementation=self.implementation,
-        )
+        return params
 
     def expert_param(
         self,

@@ -11,12 +11,12 @@ go. Both sort integers; no ``[T, E, C]`` mask exists.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 # Sort keys ahead of the position, ascending. Within equal keys the earlier position wins.
 DROP_ORDERS: dict[str, Callable[[Array], tuple[Array, ...]]] = {
@@ -119,33 +119,53 @@ def make_layout(groups: Int[Array, "N k"], *, num_groups: int, num_rows: int) ->
     return Layout(assignment // k, assignment, rows, jnp.diff(bounds))
 
 
-def _take_rows(values: Float[Array, "X D"], index: Int[Array, " Y"]) -> Float[Array, "Y D"]:
+def take_rows(values: Shaped[Array, "X ..."], index: Int[Array, " Y"]) -> Shaped[Array, "Y ..."]:
     """``values[index]``, zero where the index lies past the end."""
-    return jnp.take(values, index, axis=0, mode="fill", fill_value=0)
+    return jnp.asarray(values).at[index].get(mode="fill", fill_value=0)
 
 
-def _sum_rows(values: Float[Array, "M D"], rows: Int[Array, "N m"]) -> Float[Array, "N D"]:
-    """``sum_j values[rows[:, j]]`` in a fixed order, so the same bits on every run."""
-    return functools.reduce(jnp.add, (_take_rows(values, rows[:, j]) for j in range(rows.shape[1])))
+def _sum(terms: Iterator[Array]) -> Array:
+    """In the order of the terms, so the same bits on every run."""
+    return functools.reduce(jnp.add, terms)
 
 
 @jax.custom_vjp
 def gather_rows(tokens: Float[Array, "N D"], layout: Layout) -> Float[Array, "M D"]:
-    """Copies each token to its rows; empty rows are zero. The VJP is `combine_rows`, also a gather."""
-    return _take_rows(tokens, layout.token)
-
-
-@jax.custom_vjp
-def combine_rows(values: Float[Array, "M D"], layout: Layout) -> Float[Array, "N D"]:
-    """Sums the rows of each token; a token without rows gets exact zeros. The VJP is `gather_rows`."""
-    return _sum_rows(values, layout.rows)
+    """Copies each token to its rows; empty rows are zero. The VJP is a gather too: each token sums its rows."""
+    return take_rows(tokens, layout.token)
 
 
 gather_rows.defvjp(
-    lambda tokens, layout: (_take_rows(tokens, layout.token), layout),
-    lambda layout, cotangent: (_sum_rows(cotangent, layout.rows), None),
+    lambda tokens, layout: (take_rows(tokens, layout.token), layout),
+    lambda layout, cotangent: (_sum(take_rows(cotangent, rows) for rows in layout.rows.T), None),
 )
-combine_rows.defvjp(
-    lambda values, layout: (_sum_rows(values, layout.rows), layout),
-    lambda layout, cotangent: (_take_rows(cotangent, layout.token), None),
-)
+
+
+@jax.custom_vjp
+def combine_rows(values: Float[Array, "M D"], weights: Float[Array, " M"], layout: Layout) -> Float[Array, "N D"]:
+    """Sums the rows of each token with their weights, in float32; a token without rows gets exact zeros.
+
+    The VJP has no scatter of width D: the gradient of the rows is a gather, that of the weights a product of each
+    token's cotangent with its rows.
+    """
+    return _combine_rows(values, weights, layout)
+
+
+def _combine_rows(values: Array, weights: Array, layout: Layout) -> Array:
+    # Product by product, so that no array of weighted rows exists.
+    return _sum(
+        take_rows(values, rows).astype(jnp.float32) * take_rows(weights, rows)[:, None] for rows in layout.rows.T
+    )
+
+
+def _combine_rows_bwd(residuals: tuple[Array, Array, Layout], cotangent: Array) -> tuple[Array, Array, None]:
+    values, weights, layout = residuals
+    d_values = (take_rows(cotangent, layout.token) * weights[:, None]).astype(values.dtype)
+    d_by_token = jnp.stack(
+        [(cotangent * take_rows(values, rows).astype(jnp.float32)).sum(-1) for rows in layout.rows.T]
+    )
+    d_weights = jnp.zeros_like(weights).at[layout.rows.T].set(d_by_token, mode="drop", unique_indices=True)
+    return d_values, d_weights, None
+
+
+combine_rows.defvjp(lambda *args: (_combine_rows(*args), args), _combine_rows_bwd)

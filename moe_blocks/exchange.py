@@ -12,12 +12,13 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_blocks.capacity import Capacity, CapacitySpec
-from moe_blocks.expert_parallel import Handle, ep_admit, ep_combine, ep_dispatch, ep_layout
+from moe_blocks.dispatch import Layout
+from moe_blocks.expert_parallel import Handle, ep_admit, ep_collect, ep_layout, ep_return
 from moe_blocks.sharding import place
 
 PyTree = Any
-# (variables, rows [M, D], group_sizes [E/ep]) -> [M, D]
-Experts = Callable[[PyTree, Array, Array], Array]
+# (variables, tokens [N, D], row weights [M], layout) -> float32 [N, D]
+Experts = Callable[[PyTree, Array, Array, Layout], Array]
 
 
 def _split(x: Array, chunks: int, fill: float, axis: int = 0) -> Array:
@@ -56,8 +57,8 @@ def _exchange_on_rank(
     def one_pass(tokens: Array, weights: Array, kept: Array, chosen: Array, num_rows: int) -> Array:
         layout = ep_layout(chosen, num_experts=spec.num_experts, num_rows=num_rows, axis_name=axis_name)
         handle = Handle(layout, kept, axis_name)
-        rows = ep_dispatch(handle, tokens, weights)
-        return ep_combine(handle, rows._replace(tokens=experts(variables, rows.tokens, layout.group_sizes)))
+        sums = experts(variables, *ep_collect(handle, tokens, weights), layout)
+        return ep_return(handle, sums).astype(tokens.dtype)
 
     # The decision above was that of the whole batch, so chunks see the same drops and need no larger buffer.
     chunks = min(capacity.chunks, spec.tokens_per_rank)
@@ -98,7 +99,8 @@ def exchange(
     """Sends tokens to their experts and returns the weighted sum of what comes back.
 
     Args:
-      experts: pure function ``(variables, rows [M, D], group_sizes [E/ep]) -> [M, D]``.
+      experts: pure function ``(variables, tokens [N, D], weights [M], layout) -> [N, D]``: sends each token to the
+        experts of its rows and returns the weighted sum of their outputs, in float32.
       variables: its variables. A leaf whose leading axis is E holds one entry for each expert and is sliced over
         ``expert_axis``; any other leaf is given whole to every rank.
       tokens: ``[..., D]``; masked tokens hold zeros.

@@ -208,6 +208,31 @@ def ep_prepare(
     return layout.group_sizes, admission.total_recv_tokens, Handle(layout, admission.kept, axis_name)
 
 
+def ep_collect(
+    handle: Handle, tokens: Float[Array, "*tokens D"], weights: Float[Array, "*tokens k"]
+) -> tuple[Float[Array, "N D"], Float[Array, " M"]]:
+    """The transport half of `ep_dispatch`: the tokens among which this rank's rows are, and the rows' weights.
+
+    Returns:
+      ``(tokens [N, D], weights [M])``; row i is token ``handle.layout.token[i]``.
+    """
+    width = tokens.shape[-1]
+    everyone = _gather(tokens.reshape(-1, width), handle.axis_name).reshape(-1, width)
+    group_weights = _gather(jnp.asarray(weights), handle.axis_name).ravel()
+    return everyone, group_weights.at[handle.layout.assignment].get(mode="fill", fill_value=0)
+
+
+def ep_return(handle: Handle, sums: Float[Array, "N D"]) -> Float[Array, "*tokens D"]:
+    """The transport half of `ep_combine`: adds up what each token got on every rank, and sends it home.
+
+    Args:
+      handle: from `ep_prepare`.
+      sums: float32 ``[N, D]``, this rank's part for each of the tokens of `ep_collect`.
+    """
+    mine = _scatter_sum(sums.reshape(_axis_size(handle.axis_name), -1, sums.shape[-1]), handle.axis_name)
+    return mine.reshape(*handle.kept.shape[:-1], -1)
+
+
 def ep_dispatch(handle: Handle, tokens: Float[Array, "*tokens D"], weights: Float[Array, "*tokens k"]) -> Rows:
     """Sends each kept assignment to the rank of its expert.
 
@@ -219,12 +244,8 @@ def ep_dispatch(handle: Handle, tokens: Float[Array, "*tokens D"], weights: Floa
     Returns:
       ``Rows``. Gradients are exact: a token gets the sum over its rows, a weight that of its own row.
     """
-    width = tokens.shape[-1]
-    everyone = _gather(tokens.reshape(-1, width), handle.axis_name).reshape(-1, width)
-    rows = gather_rows(everyone, handle.layout)
-    group_weights = _gather(jnp.asarray(weights), handle.axis_name).ravel()
-    row_weights = group_weights.at[handle.layout.assignment].get(mode="fill", fill_value=0)
-    return Rows(rows, row_weights)
+    everyone, row_weights = ep_collect(handle, tokens, weights)
+    return Rows(gather_rows(everyone, handle.layout), row_weights)
 
 
 def ep_combine(handle: Handle, rows: Rows) -> Float[Array, "*tokens D"]:
@@ -240,7 +261,4 @@ def ep_combine(handle: Handle, rows: Rows) -> Float[Array, "*tokens D"]:
     Returns:
       ``[..., D]``, in the dtype of the rows.
     """
-    weighted = rows.tokens.astype(jnp.float32) * rows.weights[:, None]
-    sums = combine_rows(weighted, handle.layout)
-    mine = _scatter_sum(sums.reshape(_axis_size(handle.axis_name), -1, sums.shape[-1]), handle.axis_name)
-    return mine.reshape(*handle.kept.shape[:-1], -1).astype(rows.tokens.dtype)
+    return ep_return(handle, combine_rows(*rows, handle.layout)).astype(rows.tokens.dtype)

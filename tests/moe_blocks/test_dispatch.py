@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -161,8 +160,8 @@ def test_more_rows_than_assignments() -> None:
 
 
 @given(groups_of_tokens, st.integers(0, 2**32 - 1))
-def test_gather_and_combine_are_transposes(groups: np.ndarray, seed: int) -> None:
-    """Both are one 0-1 matrix: values, gradients and the roles swapped. Small integers make every sum exact."""
+def test_gather_and_combine_are_products_with_one_matrix(groups: np.ndarray, seed: int) -> None:
+    """Values and all gradients. Small integers make every sum exact."""
     num_rows, rng = N * K, np.random.default_rng(seed)
     layout = laid_out(groups, num_groups=GROUPS, num_rows=num_rows)
     matrix = np.zeros((num_rows, N), np.float32)
@@ -171,17 +170,19 @@ def test_gather_and_combine_are_transposes(groups: np.ndarray, seed: int) -> Non
             matrix[row, token] = 1
     tokens = rng.integers(-9, 9, size=(N, 2)).astype(np.float32)
     rows = rng.integers(-9, 9, size=(num_rows, 2)).astype(np.float32)
-    gathered, gathered_back, combined, combined_back = movements(tokens, rows, layout)
+    weights = rng.integers(-9, 9, size=(num_rows, 1)).astype(np.float32)
+    gathered, gathered_back, combined, d_rows, d_weights = movements(tokens, rows, weights[:, 0], layout)
     np.testing.assert_array_equal(gathered, matrix @ tokens)
     np.testing.assert_array_equal(gathered_back, matrix.T @ rows)
-    np.testing.assert_array_equal(combined, matrix.T @ rows)
-    np.testing.assert_array_equal(combined_back, matrix @ tokens)
+    np.testing.assert_array_equal(combined, matrix.T @ (weights * rows))
+    np.testing.assert_array_equal(d_rows, weights * (matrix @ tokens))
+    np.testing.assert_array_equal(d_weights, (rows * (matrix @ tokens)).sum(-1))
 
 
 @jax.jit
-def movements(tokens: Any, rows: Any, layout: Any) -> Any:
-    gathered, gather_back = jax.vjp(functools.partial(gather_rows, layout=layout), tokens)
-    combined, combine_back = jax.vjp(functools.partial(combine_rows, layout=layout), rows)
+def movements(tokens: Any, rows: Any, weights: Any, layout: Any) -> Any:
+    gathered, gather_back = jax.vjp(lambda tokens: gather_rows(tokens, layout), tokens)
+    combined, combine_back = jax.vjp(lambda *args: combine_rows(*args, layout), rows, weights)
     return gathered, *gather_back(rows), combined, *combine_back(tokens)
 
 
@@ -189,20 +190,20 @@ def test_disp_3_a_token_without_rows_gets_zero_and_not_its_neighbour() -> None:
     """An index past the end is clamped by default: the dropped token would receive the last row."""
     layout = make_layout(jnp.array([[0], [1], [0]]), num_groups=1, num_rows=2)
     values = jnp.array([[1.0], [2.0]])
-    assert combine_rows(values, layout).tolist() == [[1.0], [0.0], [2.0]]
+    assert combine_rows(values, jnp.ones(2), layout).tolist() == [[1.0], [0.0], [2.0]]
     assert values[layout.rows[:, 0]].tolist() == [[1.0], [2.0], [2.0]]
 
 
 def test_nan_in_empty_rows_stays_there() -> None:
     layout = make_layout(jnp.array([[0], [1], [0]]), num_groups=1, num_rows=3)
-    values = jnp.array([[1.0], [2.0], [jnp.nan]])
-    combined, back = jax.vjp(lambda v: combine_rows(v, layout), values)
+    values, weights = jnp.array([[1.0], [2.0], [jnp.nan]]), jnp.array([1.0, 1.0, 0.0])
+    combined, back = jax.vjp(lambda *args: combine_rows(*args, layout), values, weights)
     assert combined.tolist() == [[1.0], [0.0], [2.0]]
-    assert back(jnp.array([[3.0], [jnp.nan], [5.0]]))[0].tolist() == [[3.0], [5.0], [0.0]]
+    d_values, d_weights = back(jnp.array([[3.0], [jnp.nan], [5.0]]))
+    assert d_values.tolist() == [[3.0], [5.0], [0.0]] and d_weights.tolist() == [3.0, 10.0, 0.0]
 
 
 def test_second_order_gradients_exist() -> None:
-    """Each VJP is the other function, so it can be differentiated again."""
     layout = make_layout(jnp.array([[0, 1], [1, 0]]), num_groups=2, num_rows=4)
 
     def energy(tokens: jax.Array) -> jax.Array:
@@ -217,7 +218,7 @@ def test_disp_11_no_atomic_additions() -> None:
 
     def both(tokens: jax.Array, groups: jax.Array) -> jax.Array:
         layout = make_layout(groups, num_groups=4, num_rows=12)
-        return (combine_rows(gather_rows(tokens, layout) ** 2, layout) ** 2).sum()
+        return (combine_rows(gather_rows(tokens, layout) ** 2, jnp.ones(12), layout) ** 2).sum()
 
     jaxpr = str(jax.make_jaxpr(jax.grad(both))(jnp.ones((6, 2)), jnp.zeros((6, 2), jnp.int32)))
     assert "gather[" in jaxpr and "scatter-add" not in jaxpr
@@ -249,12 +250,12 @@ def all_equations(jaxpr: Any) -> Any:
 
 @jax.jit
 def there_and_back(tokens: Any, groups: Any, scale: Any) -> Any:
-    """Scales each token by the factor of each of its groups and sums; the value and a gradient."""
+    """Sums each token times the factor of each of its groups; the value and a gradient."""
 
     def out(tokens: Any) -> Any:
         layout = make_layout(groups, num_groups=GROUPS, num_rows=N * K)
         factor = jnp.repeat(scale, layout.group_sizes, axis=0, total_repeat_length=N * K)
-        return combine_rows(gather_rows(tokens, layout) * factor, layout)
+        return combine_rows(gather_rows(tokens, layout), factor[:, 0], layout)
 
     value, back = jax.vjp(out, tokens)
     return value, *back(jnp.sin(value))

@@ -12,7 +12,7 @@ import pytest
 
 from moe_blocks.capacity import Capacity, CapacitySpec
 from moe_blocks.exchange import exchange
-from moe_blocks.experts import feed_forward
+from moe_blocks.experts import feed_forward_tokens
 from tests.moe_blocks import support
 from tests.moe_blocks.oracle import Oracle
 from tests.moe_blocks.support import LAYOUTS, Layout, assert_close, assert_leaves_close, same_bits
@@ -39,8 +39,8 @@ def draw(seed: int = 0) -> dict[str, Any]:
     }
 
 
-def experts(params: Any, rows: Any, group_sizes: Any) -> Any:
-    return feed_forward(rows, group_sizes, params, activation=jax.nn.relu)
+def experts(params: Any, tokens: Any, weights: Any, layout: Any) -> Any:
+    return feed_forward_tokens(tokens, weights, layout, params, activation=jax.nn.relu)
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_blocks.experts import add_bias, as_activation, feed_forward, promote
+from moe_blocks.dispatch import make_layout
+from moe_blocks.experts import add_bias, as_activation, feed_forward, feed_forward_tokens, promote
 from tests.moe_blocks import support
 from tests.moe_blocks.oracle import Oracle
 from tests.moe_blocks.support import assert_close, assert_leaves_close
@@ -78,6 +80,111 @@ def test_exp_1_experts_without_tokens(sizes: list[int], dtype: Any) -> None:
         for e in range(4):
             assert np.asarray(grad[e], np.float32).any() == (sizes[e] > 0)
         assert np.isfinite(np.asarray(cast[1][name] - 0.1 * grad, np.float32)).all()
+
+
+# --- from tokens to tokens, fused and in its parts
+
+
+@functools.partial(jax.jit, static_argnames=("activation", "implementation"))
+def tokens_and_gradients(
+    tokens: Any, weights: Any, params: Any, cotangent: Any, layout: Any, activation: Any, implementation: str | None
+) -> Any:
+    def apply(*args: Any) -> Any:
+        return feed_forward_tokens(
+            args[0], args[1], layout, args[2], activation=activation, implementation=implementation
+        )
+
+    out, pullback = jax.vjp(apply, tokens, weights, params)
+    return out, *pullback(cotangent)
+
+
+def tokens_by_hand(tokens: Any, weights: Any, params: Any, cotangent: Any, layout: Any, activation: str) -> Any:
+    """Row by row in float64, through the oracle's expert."""
+    tokens, weights, cotangent = (np.asarray(x, np.float64) for x in (tokens, weights, cotangent))
+    oracle, total = Oracle(E, 1, activation=activation), int(layout.group_sizes.sum())
+    out, d_tokens, d_weights = np.zeros(tokens.shape), np.zeros(tokens.shape), np.zeros(weights.shape)
+    grads = {name: np.zeros(value.shape) for name, value in params.items()}
+    for row, e in enumerate(np.repeat(np.arange(E), layout.group_sizes)):
+        token = int(layout.token[row])
+        y = oracle.expert(params, e, tokens[token])
+        out[token] += weights[row] * y
+        d_weights[row] = cotangent[token] @ y
+        d_tokens[token] += oracle.expert_backward(params, grads, e, tokens[token], weights[row] * cotangent[token])
+    assert total == np.count_nonzero(np.asarray(layout.token) < len(tokens))
+    return out, d_tokens, d_weights, grads
+
+
+def draw_tokens(seed: int, *, gated: bool = True, use_bias: bool = True) -> Any:
+    """Tokens with up to three rows each; some of the buffer's rows and some experts stay empty."""
+    rng = np.random.default_rng(seed)
+    N, k = 12, 3
+    groups = np.argsort(rng.random((N, E)) + np.linspace(0, rng.random(), E), axis=1)[:, :k].astype(np.int32)
+    groups = np.where(rng.random((N, k)) < 0.7, groups, E)
+    layout = make_layout(jnp.array(groups), num_groups=E, num_rows=N * k)
+    params = support.draw_params(seed, E=E, D=D, F=F, gated=gated, use_bias=use_bias, gate=False)
+    tokens, cotangent = rng.normal(size=(2, N, D)).astype(np.float32)
+    filled = np.arange(N * k) < int(layout.group_sizes.sum())
+    weights = np.where(filled, rng.random(N * k), 0).astype(np.float32)
+    return tokens, weights, params, cotangent, jax.tree.map(np.asarray, layout)
+
+
+@pytest.mark.parametrize("implementation", [None, "ragged_dot"])
+@pytest.mark.parametrize(("gated", "activation"), [(True, "silu"), (False, "tanh")])
+@given(seed=st.integers(0, 2**32 - 1))
+def test_tokens_against_the_oracle(implementation: str | None, gated: bool, activation: str, seed: int) -> None:
+    args = draw_tokens(seed, gated=gated)
+    got = tokens_and_gradients(*args, as_activation(activation), implementation)
+    out, d_tokens, d_weights, grads = tokens_by_hand(*args, activation)
+    assert got[0].dtype == jnp.float32
+    assert_close(got[0], out, 1e-6)
+    assert_close(got[1], d_tokens, 2e-6)
+    assert_close(got[2], d_weights, 2e-6)
+    assert_leaves_close(got[3], grads, 2e-6)
+
+
+def test_the_fused_pass_is_what_runs_on_cpu() -> None:
+    """Its mark is that nothing of width D has a line for each row."""
+    N, k = 400, 3
+    groups = jax.ShapeDtypeStruct((N, k), jnp.int32)
+    layout = jax.eval_shape(functools.partial(make_layout, num_groups=E, num_rows=N * k), groups)
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((N, D), (N * k,))]
+    params = {"wi_0": jax.ShapeDtypeStruct((E, D, F), jnp.float32), "wo": jax.ShapeDtypeStruct((E, F, D), jnp.float32)}
+
+    def jaxpr(implementation: str | None) -> str:
+        apply = functools.partial(feed_forward_tokens, implementation=implementation)
+        return str(jax.make_jaxpr(apply)(*args, layout, params))
+
+    assert f"[{N * k},{D}]" not in jaxpr(None) and f"[{N * k},{D}]" in jaxpr("ragged_dot")
+
+
+def test_tokens_in_bfloat16() -> None:
+    """Sums over a token's experts are float32; the parts and the whole round alike."""
+    *args, layout = draw_tokens(1)
+    tokens, weights, params, cotangent = args
+    cast = [jax.tree.map(lambda x: support.bf16_exact(x), x) for x in (tokens, params, cotangent)]
+    low = [jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), x) for x in cast[:2]]
+    want = tokens_by_hand(cast[0], weights, cast[1], cast[2], layout, "silu")
+    for implementation in (None, "ragged_dot"):
+        got = tokens_and_gradients(low[0], weights, low[1], cast[2], layout, jax.nn.silu, implementation)
+        assert [x.dtype for x in got[:3]] == [jnp.float32, jnp.bfloat16, jnp.float32]
+        for value, wanted in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert_close(np.asarray(value, np.float32), wanted, 4 * 2**-8)
+
+
+def test_nan_stays_with_its_token_and_its_experts() -> None:
+    """Rows of one block do not see each other, nor do the windows of two blocks."""
+    tokens, weights, params, cotangent, layout = draw_tokens(2)
+    clean = tokens_and_gradients(tokens, weights, params, cotangent, layout, jax.nn.silu, None)
+    tokens = tokens.copy()
+    tokens[3] = np.nan
+    dirty = tokens_and_gradients(tokens, weights, params, cotangent, layout, jax.nn.silu, None)
+    experts = np.repeat(np.arange(E), layout.group_sizes)[layout.token[: layout.group_sizes.sum()] == 3]
+    assert 0 < len(experts) < E
+    for out, wanted in zip(dirty[:2], clean[:2], strict=True):
+        assert np.isnan(np.asarray(out)).any(1).nonzero()[0].tolist() == [3]
+        assert support.same_bits(np.delete(np.asarray(out), 3, 0), np.delete(np.asarray(wanted), 3, 0))
+    for name, grad in dirty[3].items():
+        assert set(np.isnan(np.asarray(grad)).reshape(E, -1).any(1).nonzero()[0]) <= set(experts), name
 
 
 def test_exp_3_the_weight_is_on_the_output() -> None:
