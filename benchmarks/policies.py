@@ -93,8 +93,8 @@ def measure(training: Training, text: data.Text, mesh: jax.sharding.Mesh, *, qui
     )
     armed = variants["factor 2, retry"]
     overhead = race.measure_overhead(
-        training,
-        armed.runner,
+        training.step,
+        {"armed": armed.runner},
         variants[race.BASELINE].state,
         [batch(config.steps + i) for i in range(QUICK_BLOCK if quick else BLOCK)],
         capacity=armed.runner.policy.capacity(armed.runner.policy_state),
@@ -134,15 +134,16 @@ def measure(training: Training, text: data.Text, mesh: jax.sharding.Mesh, *, qui
     }
 
 
-def environment(mesh: jax.sharding.Mesh) -> dict[str, Any]:
-    """What the figures depend on beside the code."""
+def environment(mesh: jax.sharding.Mesh | None = None) -> dict[str, Any]:
+    """What the figures depend on beside the code; without a mesh one device is used."""
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")}
+    devices = jax.devices()[:1] if mesh is None else list(mesh.devices.flat)
     return {
         "date": time.strftime("%Y-%m-%d"),
         "platform": platform.platform(),
         "cores": os.cpu_count(),
-        "devices": f"{mesh.size} of {mesh.devices.flat[0].device_kind}",
-        "mesh": dict(mesh.shape),
+        "devices": f"{len(devices)} of {devices[0].device_kind}",
+        "mesh": {} if mesh is None else dict(mesh.shape),
         "python": platform.python_version(),
         **versions,
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ BASELINE = "dropless"
 # What is also run from the baseline's state: the retries must agree with it there, and the drop must not.
 PROBED = ("factor 2, retry", "factor 0.125, retry", "factor 0.125, drop")
 
+PyTree = Any
 Batches = Sequence[jax.Array]
 
 
@@ -72,7 +73,7 @@ def run_steps(runner: StepRunner, state: TrainState, batches: Batches) -> tuple[
     return reports, state, time.perf_counter() - started
 
 
-def copy(state: TrainState) -> TrainState:
+def copy(state: PyTree) -> PyTree:
     """A state that may be consumed while the first one stays."""
     return jax.tree.map(jnp.copy, state)
 
@@ -154,58 +155,59 @@ class Overhead(NamedTuple):
 class Timed(NamedTuple):
     """What one round of one loop came to: the new state, and how long it took by each clock."""
 
-    state: TrainState
+    state: PyTree
     seconds: dict[str, float]
     retried: bool
 
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-Loop = Callable[[TrainState], Timed]
+Loop = Callable[[PyTree], Timed]
+Step = Callable[..., tuple[PyTree, PyTree, PyTree]]
 
 
 def measure_overhead(
-    training: Training, runner: StepRunner, state: TrainState, batches: Batches, *, capacity: Capacity, rounds: int
+    step: Step, runners: Mapping[str, StepRunner], state: PyTree, batches: Batches, *, capacity: Capacity, rounds: int
 ) -> dict[str, dict[str, Overhead]]:
-    """Times an armed runner against a plain, donated jit loop at the same capacity.
+    """Times armed runners against a plain, donated jit loop at the same capacity.
 
     Args:
-      training: whose step is timed.
-      runner: with a policy that may reject, at ``capacity``.
+      step: what is timed, ``step(state, batch, *, capacity)``.
+      runners: of this step, by a name; their policies may reject, and are at ``capacity``.
       state: from which each runs on; not consumed.
-      batches: run in each round. Rounds in which the runner had to retry do not count.
+      batches: run in each round. Rounds in which a runner had to retry do not count for it.
       capacity: of the plain loop.
-      rounds: how often to time each of the three.
+      rounds: how often to time each.
 
     Returns:
-      ``"armed"``: the runner. ``"control"``: a second plain loop of the same program, to tell what the machine alone
-      makes of nothing. Both relative to the plain loop, by the clock on the wall and by the time that all threads of
+      For each runner, and for ``"control"``: a second plain loop of the same program, to tell what the machine alone
+      makes of nothing. All relative to the plain loop, by the clock on the wall and by the time that all threads of
       the process spent computing, which other processes on the machine disturb less.
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    plain = jax.jit(partial(training.step, capacity=capacity), donate_argnums=0, out_shardings=(shardings, None, None))
+    plain = jax.jit(partial(step, capacity=capacity), donate_argnums=0, out_shardings=(shardings, None, None))
 
-    def run_plain(state: TrainState) -> tuple[TrainState, bool]:
+    def run_plain(state: PyTree) -> tuple[PyTree, bool]:
         for batch in batches:
             state, _, _ = plain(state, batch)
         return state, False
 
-    def run_armed(_: TrainState) -> tuple[TrainState, bool]:  # the runner holds its state
+    def run_armed(runner: StepRunner, _: PyTree) -> tuple[PyTree, bool]:  # the runner holds its state
         reports = [report for batch in batches for report in runner.submit(batch)] + runner.drain()
         return runner.state, any(report.attempts > 1 for report in reports)
 
-    loops: dict[str, Loop] = {
-        "plain": partial(_timed, run_plain),
-        "armed": partial(_timed, run_armed),
-        "control": partial(_timed, run_plain),
-    }
-    runner.start(copy(state))
+    loops: dict[str, Loop] = {name: partial(_timed, partial(run_armed, runner)) for name, runner in runners.items()}
+    loops |= {name: partial(_timed, run_plain) for name in ("plain", "control")}
+    for runner in runners.values():
+        runner.start(copy(state))
     last = {name: loop(copy(state)) for name, loop in loops.items()}  # compiles, and fills the caches
-    ratios: dict[str, dict[str, list[float]]] = {name: {clock: [] for clock in CLOCKS} for name in ("armed", "control")}
+    ratios: dict[str, dict[str, list[float]]] = {
+        name: {clock: [] for clock in CLOCKS} for name in loops if name != "plain"
+    }
     for turn in range(rounds):
         for name in rotated(list(loops), turn):
             last[name] = loops[name](last[name].state)
-        if not last["armed"].retried:
-            for name, by_clock in ratios.items():
+        for name, by_clock in ratios.items():
+            if not last[name].retried:
                 for clock, known in by_clock.items():
                     known.append(last[name].seconds[clock] / last["plain"].seconds[clock])
     return {
@@ -214,7 +216,7 @@ def measure_overhead(
     }
 
 
-def _timed(run: Callable[[TrainState], tuple[TrainState, bool]], state: TrainState) -> Timed:
+def _timed(run: Callable[[PyTree], tuple[PyTree, bool]], state: PyTree) -> Timed:
     started = {clock: read() for clock, read in CLOCKS.items()}
     state, retried = run(state)
     jax.block_until_ready(state)
