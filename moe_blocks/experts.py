@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped, UInt
 
 from moe_blocks.dispatch import Layout, combine_rows, gather_rows, take_rows
 from moe_blocks.grouped_matmul import grouped_matmul, serve
 from moe_blocks.grouped_matmul.blocked import add_outer
-from moe_blocks.row_blocks import Block, for_each_block
+from moe_blocks.row_blocks import Block, as_bits, as_floats, for_each_block
 
 Activation = Callable[[Array], Array]
 
@@ -51,7 +51,7 @@ def promote(
     return rows.astype(dtype), {name: param.astype(dtype) for name, param in params.items()}
 
 
-def _of(params: Shaped[Array, "E ..."], expert: Int[Array, ""]) -> Shaped[Array, ...]:
+def _of(params: Shaped[Array, "E ..."], expert: Int[Array, ""]) -> Array:
     return jax.lax.dynamic_index_in_dim(params, expert, keepdims=False)
 
 
@@ -118,7 +118,7 @@ def _add_rows(total: Float[Array, "N D"], token: Int[Array, " B"], rows: Float[A
 
 def _forward(
     hidden: Hidden, tokens: Array, weights: Array, token: Array, group_sizes: Array, network: Network, *, keep: bool
-) -> tuple[Float[Array, "N D"], tuple[Float[Array, "M F"], ...]]:
+) -> tuple[Float[Array, "N D"], tuple[UInt[Array, "M F"], ...]]:
     num_tokens, num_rows = tokens.shape[0], token.shape[0]
 
     def body(block: Block, carry: tuple[Array, tuple[Array, ...]]) -> tuple[Array, tuple[Array, ...]]:
@@ -127,12 +127,12 @@ def _forward(
         x = take_rows(tokens, source)
         pre = tuple(linear.block(x, block.group) for linear in network.inward)
         if keep:
-            kept = tuple(block.write(all_rows, values) for all_rows, values in zip(kept, pre, strict=True))
+            kept = tuple(block.write(bits, as_bits(values)) for bits, values in zip(kept, pre, strict=True))
         out = network.outward.block(hidden(*pre), block.group).astype(jnp.float32)
         return _add_rows(total, source, out * block.read(weights)[:, None]), kept
 
     widths = [linear.kernel.shape[2] for linear in network.inward] if keep else []
-    kept = tuple(jnp.zeros((num_rows, width), tokens.dtype) for width in widths)
+    kept = tuple(as_bits(jnp.zeros((num_rows, width), tokens.dtype)) for width in widths)
     return for_each_block(body, (jnp.zeros(tokens.shape, jnp.float32), kept), group_sizes, num_rows)
 
 
@@ -163,7 +163,7 @@ def _in_blocks_bwd(hidden: Hidden, residuals: tuple[Any, ...], cotangent: Array)
         source, weight = block.read(token, fill=num_tokens), block.read(weights)[:, None]
         x = take_rows(tokens, source)
         d_sum = take_rows(cotangent, source)
-        units, pull_back = jax.vjp(hidden, *(block.read(values) for values in kept))
+        units, pull_back = jax.vjp(hidden, *(as_floats(block.read(bits), tokens.dtype) for bits in kept))
         # The weight scales what comes back from the last map: its gradient is then found without that map's output.
         d_out = d_sum.astype(tokens.dtype)
         d_units = network.outward.pull_back(d_out, block.group)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int, Shaped
 
 PyTree = Any
@@ -58,6 +59,20 @@ class Block:
 
     def _inside(self, rows: Array) -> Array:
         return self.inside.reshape(-1, *(1,) * (rows.ndim - 1))
+
+
+def as_bits(x: Shaped[Array, "M ..."]) -> Shaped[Array, "M ..."]:
+    """The bits of floats as unsigned integers: what a buffer of rows is best made of.
+
+    XLA's CPU backend computes with 16-bit floats by way of float32. For an update in place it then converts the whole
+    buffer there and back, for each block. Integers it leaves alone.
+    """
+    return jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+
+
+def as_floats(bits: Shaped[Array, "M ..."], dtype: DTypeLike) -> Shaped[Array, "M ..."]:
+    """The inverse of `as_bits`."""
+    return jax.lax.bitcast_convert_type(bits, dtype)
 
 
 class _Plan(NamedTuple):

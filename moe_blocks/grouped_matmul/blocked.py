@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from moe_blocks.grouped_matmul.base import Implementation
-from moe_blocks.row_blocks import Block, for_each_block
+from moe_blocks.row_blocks import Block, as_bits, as_floats, for_each_block
 
 
 def add_outer(total: Array, group: Array, lhs: Array, cotangent: Array) -> Array:
@@ -17,10 +17,10 @@ def add_outer(total: Array, group: Array, lhs: Array, cotangent: Array) -> Array
 def _product(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
     def body(block: Block, out: Array) -> Array:
         product = jnp.dot(block.read(lhs), rhs[block.group], preferred_element_type=jnp.float32)
-        return block.write(out, product.astype(out.dtype))
+        return block.write(out, as_bits(product.astype(lhs.dtype)))
 
-    out = jnp.zeros((lhs.shape[0], rhs.shape[2]), lhs.dtype)
-    return for_each_block(body, out, group_sizes, lhs.shape[0])
+    out = as_bits(jnp.zeros((lhs.shape[0], rhs.shape[2]), lhs.dtype))
+    return as_floats(for_each_block(body, out, group_sizes, lhs.shape[0]), lhs.dtype)
 
 
 def _outer(lhs: Array, cotangent: Array, group_sizes: Array) -> Array:

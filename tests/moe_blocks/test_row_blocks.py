@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_blocks.row_blocks import LADDER, Block, block_sizes, for_each_block
+from moe_blocks.row_blocks import LADDER, Block, as_bits, as_floats, block_sizes, for_each_block
 
 MOST = 24  # blocks that a test below can count
 
@@ -103,3 +103,29 @@ def test_the_carry_is_updated_in_place() -> None:
     ]
     assert temp[0] < M * width * 4 // 2
     assert temp[1] >= M * width * 4, "XLA no longer copies the carry of a conditional: use one"
+
+
+def test_bits_and_back() -> None:
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
+        x = jnp.array([0.0, -1.5, jnp.inf, 3e-5], dtype)
+        assert as_bits(x).dtype == f"uint{8 * x.dtype.itemsize}"
+        np.testing.assert_array_equal(as_floats(as_bits(x), dtype), x)
+
+
+def test_an_update_in_bfloat16_does_not_convert_the_buffer() -> None:
+    M, width = 1030, 24
+
+    def hlo(bits: bool) -> str:
+        def fill(sizes: Any) -> Any:
+            def body(block: Block, rows: Any) -> Any:
+                values = jnp.broadcast_to(block.group.astype(jnp.bfloat16), (block.size, width))
+                return block.write(rows, as_bits(values) if bits else values)
+
+            rows = jnp.zeros((M, width), jnp.bfloat16)
+            return for_each_block(body, as_bits(rows) if bits else rows, sizes, M)
+
+        return jax.jit(fill).lower(jax.ShapeDtypeStruct((4,), jnp.int32)).compile().as_text()
+
+    whole = f"f32[{M},{width}]"
+    assert whole not in hlo(bits=True)
+    assert whole in hlo(bits=False), "XLA updates bfloat16 in place now: as_bits is no longer needed"
