@@ -24,8 +24,11 @@ help: ## list the commands
 train: $(TRAIN) ## train the example language model; ARGS="--steps 20" for its options
 	@$(VENV)/bin/python -m examples.train_lm $(ARGS)
 
-bench: $(TRAIN) ## compare the capacity policies on one model; ARGS for its options
-	@$(VENV)/bin/python -m benchmarks.policies $(ARGS)
+bench: $(TRAIN) ## all benchmarks in turn: one layer, the runner, the policies, and what TPUs would need
+	@$(VENV)/bin/python -m benchmarks.layer
+	@$(VENV)/bin/python -m benchmarks.runner
+	@$(VENV)/bin/python -m benchmarks.policies
+	@$(VENV)/bin/python -m benchmarks.aot || test $$? -eq 3  # 3: no compiler for TPUs is installed, and it says so
 
 notebooks: $(TEST) ## bring each notebook and its text file to the newer of the two
 	@$(VENV)/bin/jupytext --sync notebooks/*.py

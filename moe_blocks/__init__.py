@@ -11,6 +11,7 @@ from moe_blocks.expert_parallel import ep_combine as ep_combine
 from moe_blocks.expert_parallel import ep_dispatch as ep_dispatch
 from moe_blocks.expert_parallel import ep_prepare as ep_prepare
 from moe_blocks.experts import feed_forward as feed_forward
+from moe_blocks.experts import feed_forward_tokens as feed_forward_tokens
 from moe_blocks.experts import promote as promote
 from moe_blocks.grouped_matmul import grouped_matmul as grouped_matmul
 from moe_blocks.losses import expert_load as expert_load
