@@ -64,8 +64,8 @@ class Block:
 def as_bits(x: Shaped[Array, "M ..."]) -> Shaped[Array, "M ..."]:
     """The bits of floats as unsigned integers: what a buffer of rows is best made of.
 
-    XLA's CPU backend computes with 16-bit floats by way of float32. For an update in place it then converts the whole
-    buffer there and back, for each block. Integers it leaves alone.
+    Before jax 0.12 XLA's CPU backend computes with 16-bit floats by way of float32. For an update in place it then
+    converts the whole buffer there and back, for each block. Integers it leaves alone.
     """
     return jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
 
@@ -129,8 +129,9 @@ def for_each_block(
         return visit
 
     def visit(at: Array, carry: PyTree) -> PyTree:
-        # For each size a loop of one iteration or none. A conditional would be plainer, but XLA copies its carry, and
-        # updates that of a loop in place. All depends on the loop's own variable, or XLA would move it out of the loop.
+        # For each size a loop of one iteration or none. A conditional would be plainer, but before jax 0.12 XLA copies
+        # its carry, and updates that of a loop in place. All depends on the loop's own variable, or XLA would move it
+        # out of the loop.
         for i in range(len(sizes)):
             carry = jax.lax.fori_loop(at, at + (plan.step[at] == i).astype(jnp.int32), at_size(i), carry)
         return carry
