@@ -24,11 +24,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
 import importlib.util
 import json
-import os
-import platform
 import re
 import sys
 import time
@@ -41,6 +38,7 @@ import jax
 from benchmarks import aot_table
 from benchmarks.aot_hlo import Program
 from benchmarks.aot_models import Case, Model, cases, topology_mesh
+from benchmarks.output import check_json, environment
 from moe_blocks.capacity import positive_factor, positive_int
 
 TOPOLOGIES = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
@@ -67,8 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             positive_int(name, getattr(options, name))
         for factor in options.factor or ():
             positive_factor("factor", factor)
-        if options.json is not None and not Path(options.json).resolve().parent.is_dir():
-            raise ValueError(f"json must be a file in a folder that is there, got {options.json!r}")
+        check_json(options.json)
         jax.config.update("jax_platforms", "cpu")  # with libtpu installed jax would look for a TPU
         meshes = {
             name: topology_mesh(name, experts=model.experts, expert_parallel=options.expert_parallel)
@@ -77,7 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, argparse.ArgumentError) as error:
         print("benchmarks.aot: error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
-    figures: dict[str, Any] = {"environment": environment(), "model": dataclasses.asdict(model), "topologies": {}}
+    figures: dict[str, Any] = {
+        "environment": environment("libtpu", "optax"),
+        "model": dataclasses.asdict(model),
+        "topologies": {},
+    }
     print(aot_table.conditions(figures))
     for name, mesh in meshes.items():
         found = measure(model, mesh, tuple(options.factor or (1.25,)), tuple(options.part or PARTS))
@@ -154,12 +155,6 @@ def shortage(message: str) -> str:
     """What the compiler says about a program that it cannot build, above all for want of memory, in one line."""
     needs = re.search(r"\((\S+)\) exceeds available HBM \((\S+)\)", message)
     return f"needs {needs[1]} of {needs[2]}" if needs else " ".join(message.split())[:200]
-
-
-def environment() -> dict[str, Any]:
-    """What the figures depend on beside the code."""
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "libtpu", "flax", "optax")}
-    return {"date": time.strftime("%Y-%m-%d"), "cores": os.cpu_count(), "python": platform.python_version(), **versions}
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -51,7 +51,7 @@ class Model:
       layers: of the training step.
       dtype: of activations and products.
       param_dtype: of parameters and optimiser.
-      implementation: of the grouped product. It is named since here jax runs on a CPU, whose default is another one.
+      implementation: of the grouped product, named so that the tables tell it.
     """
 
     width: int = 1024

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
+
+from benchmarks.output import aligned
 
 Figures = Mapping[str, Any]
 MIB = 2**20
@@ -52,22 +54,16 @@ def table(name: str, found: Figures) -> list[str]:
     mesh = " x ".join(f"{axis}={size}" for axis, size in found["mesh"].items())
     body = [[label(row), *_cells(row)] for row in found["programs"]]
     heads = [["", *(column[i] for column in COLUMNS)] for i in (0, 1)]
-    widths = [max(map(len, column)) for column in zip(*heads, *body, strict=True)]
-    notes = ["", "", *(row.get("error", "") for row in found["programs"])]
-    lines = [
-        "  ".join([*_aligned(cells, widths), note]).rstrip() for cells, note in zip((*heads, *body), notes, strict=True)
-    ]
+    lines = aligned(heads, body)
+    for at, row in enumerate(found["programs"], len(lines) - len(body)):
+        lines[at] = "  ".join((lines[at], row["error"])) if "error" in row else lines[at]
     title = f"{name}, {found['device_kind']} ({mesh}), balanced {found['balanced']} rows, dropless {found['dropless']}"
-    return [title, "", *lines[:2], "-" * len(lines[1]), *lines[2:], "", *details(found)]
+    return [title, "", *lines, "", *details(found)]
 
 
 def label(row: Figures) -> str:
     """What a program is called in the table."""
     return ROLES[row["part"], row["role"]].format(**row)
-
-
-def _aligned(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
-    return [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
 
 
 def _cells(row: Figures) -> list[str]:

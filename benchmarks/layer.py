@@ -23,18 +23,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
 import json
 import os
-import platform
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from benchmarks.output import check_json, environment
 from benchmarks.peers import ours, report
 from benchmarks.peers.compiled import BOTH, Compiled, footprint
 from benchmarks.peers.gshard import gshard
@@ -232,7 +230,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         tables, setup, out = parse(sys.argv[1:] if argv is None else argv)
     except SystemExit as stop:
         return int(stop.code or 0)
-    figures: dict[str, Any] = {"environment": environment(setup), "tables": {}}
+    figures: dict[str, Any] = {
+        "environment": environment() | {"dtype": setup.dtype, "quick": setup.quick},
+        "tables": {},
+    }
     print(report.conditions(figures["environment"]))
     for name in tables:
         figures["tables"][name] = []
@@ -265,8 +266,10 @@ def parse(argv: Sequence[str]) -> tuple[tuple[str, ...], Setup, Path | None]:
     rounds = given.rounds if given.rounds is not None else QUICK_ROUNDS if given.quick else ROUNDS
     if rounds < 1:
         parser.error(f"--rounds must be at least 1, got {rounds}")
-    if given.json is not None and not given.json.resolve().parent.is_dir():
-        parser.error(f"--json must be a file in a folder that is there, got {str(given.json)!r}")
+    try:
+        check_json(given.json)
+    except ValueError as error:
+        parser.error(str(error))
     shapes = QUICK_SHAPES if given.quick else SHAPES
     setup = Setup(
         shapes={name: shapes[name] for name in given.shapes},
@@ -287,21 +290,6 @@ def _among(known: Sequence[str] | dict[str, Any]) -> Callable[[str], tuple[str, 
         return names
 
     return split
-
-
-def environment(setup: Setup) -> dict[str, Any]:
-    """What the figures depend on beside the code."""
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy")}
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "platform": platform.platform(),
-        "cores": os.cpu_count(),
-        "load": os.getloadavg()[0],
-        "dtype": setup.dtype,
-        "quick": setup.quick,
-        "python": platform.python_version(),
-        **versions,
-    }
 
 
 if __name__ == "__main__":

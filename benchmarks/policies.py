@@ -11,10 +11,7 @@ Exit codes: 0 done; 2 bad arguments.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import os
-import platform
 import sys
 import time
 from collections.abc import Sequence
@@ -25,6 +22,7 @@ import jax
 import numpy as np
 
 from benchmarks import race, table
+from benchmarks.output import check_json, environment
 from examples.train_lm import data
 from examples.train_lm.config import build, pairs
 from examples.train_lm.loop import evaluate
@@ -62,8 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"the benchmark chooses {sorted(given)} itself")
         values: dict[str, Any] = {"policy": race.VARIANTS[race.BASELINE], "steps": 60}
         config = build(values, {**(QUICK if quick else {}), **overrides})
-        if out is not None and not Path(out).resolve().parent.is_dir():
-            raise ValueError(f"json must be a file in a folder that is there, got {out!r}")
+        check_json(out)
         simulate_devices()
         text = data.load(config.data, window=config.seq_len + 1)
         mesh = make_mesh(experts=config.experts, expert_parallel=config.expert_parallel)
@@ -119,7 +116,11 @@ def measure(training: Training, text: data.Text, mesh: jax.sharding.Mesh, *, qui
         for name, variant in variants.items()
     }
     return {
-        "environment": environment(mesh),
+        "environment": {
+            **environment("optax"),
+            "devices": f"{mesh.size} of {mesh.devices.flat[0].device_kind}",
+            "mesh": dict(mesh.shape),
+        },
         "config": {name: getattr(config, name) for name in NAMES},
         "block": QUICK_BLOCK if quick else BLOCK,
         "seconds": time.perf_counter() - started,
@@ -131,21 +132,6 @@ def measure(training: Training, text: data.Text, mesh: jax.sharding.Mesh, *, qui
             name: {clock: found._asdict() for clock, found in by_clock.items()} for name, by_clock in overhead.items()
         },
         "published": table.PUBLISHED,
-    }
-
-
-def environment(mesh: jax.sharding.Mesh | None = None) -> dict[str, Any]:
-    """What the figures depend on beside the code; without a mesh one device is used."""
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")}
-    devices = jax.devices()[:1] if mesh is None else list(mesh.devices.flat)
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "platform": platform.platform(),
-        "cores": os.cpu_count(),
-        "devices": f"{len(devices)} of {devices[0].device_kind}",
-        "mesh": {} if mesh is None else dict(mesh.shape),
-        "python": platform.python_version(),
-        **versions,
     }
 
 

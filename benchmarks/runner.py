@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks import race
-from benchmarks.policies import environment
+from benchmarks.output import check_json, environment
 from moe_blocks import Capacity, CapacitySpec, MoEBlock, Router
 from moe_blocks.capacity import positive_int
 from policies import RetryDropless, StepRunner
@@ -112,7 +112,7 @@ def measure(sizes: Sizes, *, rounds: int) -> dict[str, Any]:
     compiled = {name: runner.executables for name, runner in runners.items()}
     rejections = _rejections(runners, spread, crowded, rounds=rounds)
     return {
-        "environment": environment(),
+        "environment": environment("optax") | {"devices": f"1 of {jax.devices()[0].device_kind}"},
         "sizes": dataclasses.asdict(sizes),
         "factor": FACTOR,
         "rounds": rounds,
@@ -209,8 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     try:
         rounds = positive_int("rounds", (4 if args.quick else 40) if args.rounds is None else args.rounds, minimum=2)
-        if args.json is not None and not args.json.resolve().parent.is_dir():
-            raise ValueError(f"json must be a file in a folder that is there, got {str(args.json)!r}")
+        check_json(args.json)
     except ValueError as error:
         parser.error(str(error))
     figures = measure(QUICK if args.quick else Sizes(), rounds=rounds)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.output import aligned
+
 # DeepSeek-V3 671B on 256 TPU chips, AI-Hypercomputer/maxtext#5080: loss at step 86, tokens per second and device.
 PUBLISHED = {
     "dropless": {"loss": 3.473, "tokens_per_second": 631.26},
@@ -87,15 +89,7 @@ def claims(figures: Mapping[str, Any]) -> list[str]:
 def _table(variants: Mapping[str, Mapping[str, Any]]) -> list[str]:
     body = [_row(name, row) for name, row in variants.items()]
     heads = [["", *(column[i] for column in COLUMNS)] for i in (0, 1)]
-    widths = [max(map(len, column)) for column in zip(*heads, *body, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in (*heads, *body)
-    ]
-    return [*lines[:2], "-" * len(lines[0]), *lines[2:]]
+    return aligned(heads, body)
 
 
 def _row(name: str, row: Mapping[str, Any]) -> list[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from benchmarks.output import aligned
 from benchmarks.peers.compiled import BOTH, MODES
 from benchmarks.peers.rounds import Spread, ratios, spread
 
@@ -129,24 +130,3 @@ def _told(ratio: Spread) -> str:
 def _target(what: str, ratio: Spread, target: float) -> str:
     missed = "within the noise" if ratio.lower <= target else "MISSED"
     return f"{what}: {_told(ratio)}; target {target:g}: {'met' if ratio.median <= target else missed}"
-
-
-def aligned(heads: Sequence[Sequence[str]], body: Sequence[Sequence[str]], *, names: int = 1) -> list[str]:
-    r"""The lines of a table; all columns but the first ``names`` are numbers.
-
-    Example:
-      >>> print("\n".join(aligned([["", "ms"]], [["a", "1.5"], ["bc", "12.0"]])))
-            ms
-      --------
-      a    1.5
-      bc  12.0
-    """
-    widths = [max(map(len, column)) for column in zip(*heads, *body, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i < names else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in (*heads, *body)
-    ]
-    return [*lines[: len(heads)], "-" * max(map(len, lines)), *lines[len(heads) :]]

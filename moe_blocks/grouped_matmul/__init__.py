@@ -37,6 +37,12 @@ def check_implementation(implementation: str | None) -> None:
         )
 
 
+def _platform() -> str:
+    """Where the computation will run: on the mesh in context, which may be one that is only compiled for."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
 @functools.cache
 def _say_once(text: str) -> None:
     warnings.warn(text, stacklevel=4)
@@ -56,7 +62,7 @@ def serve(implementation: str | None, call: Callable[[str], Result]) -> Result:
       NotImplementedError: if none can serve; the reasons are listed.
     """
     check_implementation(implementation)
-    preferred = PREFERRED.get(jax.default_backend(), PREFERRED_ELSEWHERE)
+    preferred = PREFERRED.get(_platform(), PREFERRED_ELSEWHERE)
     reasons: list[str] = []
     for name in preferred if implementation is None else (implementation,):
         try:

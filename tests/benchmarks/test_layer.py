@@ -240,7 +240,7 @@ def test_a_contestant_returns_the_gradients_of_its_cotangent() -> None:
         (["--peers", "nobody"], r"\['nobody'\] is not among ragged_dot, gshard"),
         (["--rounds", "0"], "--rounds must be at least 1, got 0"),
         (["--dtype", "float16"], "invalid choice: 'float16'"),
-        (["--json", "gone/figures.json"], "--json must be a file in a folder that is there"),
+        (["--json", "gone/figures.json"], "json must be a file in a folder that is there"),
     ],
 )
 def test_bad_arguments_are_told(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

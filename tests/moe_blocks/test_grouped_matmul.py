@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_blocks.grouped_matmul import IMPLEMENTATIONS, grouped_matmul
+from moe_blocks.grouped_matmul import IMPLEMENTATIONS, grouped_matmul, serve
 from moe_blocks.grouped_matmul.base import Implementation
 from tests.moe_blocks.support import assert_close
 
@@ -243,6 +243,15 @@ def test_on_gpu_tokamax_is_asked_first_and_its_absence_is_told(monkeypatch: pyte
     ):
         jaxpr = jax.make_jaxpr(grouped_matmul)(lhs, rhs, sizes)
     assert "ragged_dot" not in str(jaxpr)
+
+
+def test_the_mesh_in_context_decides_and_not_the_machine_that_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ahead of time a CPU compiles for a TPU: XLA's native product is what belongs there."""
+    mesh = SimpleNamespace(abstract_device=SimpleNamespace(platform="tpu"))
+    with monkeypatch.context() as patched:
+        patched.setattr(jax.sharding, "get_abstract_mesh", lambda: mesh)
+        name = serve(None, lambda name: name)
+    assert name == "ragged_dot" and serve(None, lambda name: name) == "blocked"
 
 
 def test_tokamax_is_called_as_it_wants_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
