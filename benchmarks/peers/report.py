@@ -39,7 +39,7 @@ def race(found: Figures, where: Figures) -> str:
 
 def _race_targets(found: Figures, where: Figures) -> list[str]:
     lines = []
-    for mode, target in TARGETS[where["dtype"]][found["shape"]].items():
+    for mode, target in TARGETS[where["dtype"]].get(found["shape"], {}).items():
         lines.append(_target(f"dropless over the limit, {mode}", _ratio(found, OURS, BASE, mode), target))
     again = _ratio(found, AGAIN, OURS, BOTH)
     lines.append(f"the same program again over dropless, {BOTH}: {_told(again)}: the noise")
