@@ -37,7 +37,7 @@ from benchmarks.output import check_json, environment
 from benchmarks.peers import ours, report
 from benchmarks.peers.compiled import BOTH, Compiled, footprint
 from benchmarks.peers.gshard import gshard
-from benchmarks.peers.limit import LEAVES, expert, limit
+from benchmarks.peers.limit import LEAVES, expert, kernels, limit
 from benchmarks.peers.problem import DTYPES, Problem, Shape, chosen, draw
 from benchmarks.peers.protocol import Peer, PeerError
 from benchmarks.peers.remote import INSTALLS, Remote, load
@@ -164,11 +164,12 @@ def skew(setup: Setup) -> Iterator[dict[str, Any]]:
 def scaling(setup: Setup) -> Iterator[dict[str, Any]]:
     """Ours dropless, against E in the same rounds, and against T with the limit of each T."""
     for name, shape in setup.shapes.items():
-        contestants: list[Contestant] = [limit(shape, setup.dtype)]
+        floors, layers = [limit(shape, setup.dtype)], []
         for experts in QUICK_EXPERTS if setup.quick else EXPERTS:
             problem = draw(dataclasses.replace(shape, experts=experts), dtype=setup.dtype)
-            contestants.append(ours.dropless(problem, f"E={experts}"))
-        found = _compare(contestants, rounds=setup.rounds, check_limit=False)
+            floors.append(kernels(problem, f"E={experts}"))
+            layers.append(ours.dropless(problem, f"E={experts}"))
+        found = _compare(floors + layers, rounds=setup.rounds, checked=layers)
         yield {"title": f"{name}, by experts: {shape}", "shape": name} | found
         rows: dict[str, Any] = {}
         for tokens in QUICK_TOKENS if setup.quick else TOKENS:
@@ -176,20 +177,22 @@ def scaling(setup: Setup) -> Iterator[dict[str, Any]]:
             pair = [limit(taller, setup.dtype), ours.dropless(draw(taller, dtype=setup.dtype), f"T={tokens}")]
             pair[0].name = f"limit T={tokens}"
             rounds = min(setup.rounds, TALL_ROUNDS) if tokens >= TALL else setup.rounds
-            rows |= _compare(pair, rounds=rounds, check_limit=False)["rows"]
+            rows |= _compare(pair, rounds=rounds, checked=pair[1:])["rows"]
         yield {"title": f"{name}, by tokens: {shape}", "shape": name, "rounds": setup.rounds, "rows": rows}
 
 
-def _compare(contestants: Sequence[Contestant], *, rounds: int, check_limit: bool = True) -> dict[str, Any]:
-    """Checks and times; the first contestant is the limit, whose check takes much memory where there are many rows."""
-    checked = check(contestants if check_limit else contestants[1:])
+def _compare(
+    contestants: Sequence[Contestant], *, rounds: int, checked: Sequence[Contestant] | None = None
+) -> dict[str, Any]:
+    """Times all and checks all, or those told: the oracle of many rows takes much memory. The first is the limit."""
+    found = check(contestants if checked is None else checked)
     seconds = measure(contestants, rounds=rounds)
     rows = {
         c.name: {
             "base": contestants[0].name,
             "assignments": c.problem.shape.rows,
             "seconds": seconds[c.name],
-            "check": checked.get(c.name),
+            "check": found.get(c.name),
         }
         for c in contestants
     }

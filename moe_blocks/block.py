@@ -14,15 +14,37 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe_blocks.capacity import SCOPES, Capacity, CapacitySpec, as_capacity, positive_int
 from moe_blocks.dispatch import DROP_ORDERS, Layout, combine_rows, gather_rows
-from moe_blocks.exchange import exchange
-from moe_blocks.experts import Activation, as_activation, feed_forward, feed_forward_tokens, promote
+from moe_blocks.exchange import exchange, split_by_expert
+from moe_blocks.experts import (
+    Activation,
+    as_activation,
+    feed_forward,
+    feed_forward_axes,
+    feed_forward_tokens,
+    promote,
+)
 from moe_blocks.grouped_matmul import check_implementation
+from moe_blocks.linen import call_with_pure, with_axes
 from moe_blocks.losses import expert_load, load_balancing_loss, router_z_loss, update_expert_bias
+from moe_blocks.mesh import (
+    AxisName,
+    as_axes,
+    axis_index,
+    axis_size,
+    axis_sizes,
+    check_axes,
+    check_divides,
+    check_token_axes,
+    pad_leading,
+    place,
+    place_like,
+)
 from moe_blocks.metrics import layer_metrics
 from moe_blocks.routing import Router, Routing, check_routing, jitter, route
-from moe_blocks.sharding import axis_sizes, call_with_pure, check_token_axes, place, place_like, with_axes
+from moe_blocks.transport import check_collective
 
 Initializer = Callable[..., Array]
+PyTree = Any
 
 
 class MoEOutput(NamedTuple):
@@ -63,8 +85,14 @@ class MoEBlock(nn.Module):
       capacity_scope: ``"rank"``: one receive buffer per rank. ``"expert"``: one per expert.
       drop_order: ``"position"``: later positions lose first, alike on all sequences and ranks. ``"weight"``: the
         smallest router weights do.
-      expert_axis: mesh axis that shares the experts; None: no expert parallelism.
+      expert_axis: mesh axis that shares the experts, or a tuple of axes; None: no expert parallelism.
       batch_axes: mesh axes that shard the leading axis of x, ``expert_axis`` included.
+      fsdp_axis: mesh axis, or axes, that shard the width D of the kernels: they are gathered for the forward pass and
+        again for the backward pass, and their gradients are reduce-scattered.
+      tensor_axis: mesh axis, or axes, that shard the width F: each rank computes a part of every expert. Tokens are
+        copied over it. Experts of your own (`experts`) are not split by either: they see their kernels whole.
+      collective: how tokens reach their experts, ``"all_gather"`` or ``"ragged_all_to_all"`` (`transport`); None: the
+        best for the platform.
       implementation: of `grouped_matmul`; None: the best for the platform.
       dtype: compute dtype of the experts; None: that of x and the parameters. The router is always float32.
       param_dtype: storage dtype.
@@ -93,8 +121,11 @@ class MoEBlock(nn.Module):
     capacity: Capacity | int | None = None
     capacity_scope: str = "rank"
     drop_order: str = "position"
-    expert_axis: str | None = None
+    expert_axis: AxisName = None
     batch_axes: tuple[str, ...] = ()
+    fsdp_axis: AxisName = None
+    tensor_axis: AxisName = None
+    collective: str | None = None
     implementation: str | None = None
     dtype: Any = None
     param_dtype: Any = jnp.float32
@@ -115,41 +146,34 @@ class MoEBlock(nn.Module):
         as_activation(self.activation)
         as_capacity(self.capacity)
         check_implementation(self.implementation)
+        check_collective(self.collective)
         for name in ("aux_loss_coeff", "z_loss_coeff"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise ValueError(f"{name} must be finite and at least 0, got {getattr(self, name)!r}")
         for name, valid in (("capacity_scope", SCOPES), ("drop_order", tuple(DROP_ORDERS))):
             if getattr(self, name) not in valid:
                 raise ValueError(f"{name} must be one of {valid}, got {getattr(self, name)!r}")
-        if not isinstance(self.batch_axes, tuple) or len(set(self.batch_axes)) != len(self.batch_axes):
-            raise ValueError(f"batch_axes must be a tuple of distinct axis names, got {self.batch_axes!r}")
-        if self.expert_axis is not None and self.expert_axis not in self.batch_axes:
-            raise ValueError(
-                f"batch_axes must include expert_axis={self.expert_axis!r}, got {self.batch_axes!r}; tokens are "
-                "sharded over the expert axis too"
-            )
+        check_axes(
+            self.batch_axes, expert_axis=self.expert_axis, fsdp_axis=self.fsdp_axis, tensor_axis=self.tensor_axis
+        )
         super().__post_init__()
 
     def capacity_spec(self, shape: tuple[int, ...]) -> CapacitySpec:
         """Sizes of this layer for inputs of ``shape`` ``[..., D]`` on the current mesh: what a policy starts from.
 
+        The mesh need not divide the leading axis: the last ranks then hold padding, or nothing else.
+
         Raises:
-          ValueError: if the mesh lacks an axis, or cannot divide the leading axis or the experts.
+          ValueError: if the mesh lacks an axis, or cannot divide the experts.
         """
         sizes = axis_sizes(self.batch_axes)
-        ranks = math.prod(sizes.values())
         if len(shape) < 2 or 0 in shape:
             raise ValueError(f"x must have the shape [..., tokens, D] with no empty axis, got {shape}")
-        if shape[0] % ranks:
-            raise ValueError(
-                f"the leading axis of x, {shape[0]}, must be a multiple of {ranks}, the devices of "
-                f"batch_axes={sizes}; pad the batch and mask the padding with token_mask"
-            )
         return CapacitySpec(
-            tokens_per_rank=math.prod(shape[:-1]) // ranks,
+            tokens_per_rank=-(-shape[0] // math.prod(sizes.values())) * math.prod(shape[1:-1]),
             num_experts=self.num_experts,
             num_experts_per_tok=self.num_experts_per_tok,
-            ep_size=1 if self.expert_axis is None else sizes[self.expert_axis],
+            ep_size=math.prod(sizes[axis] for axis in as_axes(self.expert_axis)),
             scope=self.capacity_scope,
         )
 
@@ -189,9 +213,9 @@ class MoEBlock(nn.Module):
                 f"{token_mask.shape}"
             )
         check_token_axes(x, self.batch_axes)
-        tokens = x
+        tokens, token_mask = pad_leading(x, token_mask, math.prod(axis_sizes(self.batch_axes).values()))
         if self.batch_axes:
-            tokens, token_mask = place((x, token_mask), P(self.batch_axes))
+            tokens, token_mask = place((tokens, token_mask), P(self.batch_axes))
         if token_mask is not None:
             tokens = jnp.where(token_mask[..., None], tokens, 0)  # on the way in, or NaN * 0 would come back out
 
@@ -199,15 +223,17 @@ class MoEBlock(nn.Module):
         routing = self.route(
             jitter(self.make_rng("jitter"), tokens, self.router.jitter) if noisy else tokens, token_mask
         )
-        check_routing(routing, x.shape[:-1], num_experts=self.num_experts, num_experts_per_tok=self.num_experts_per_tok)
+        check_routing(
+            routing, tokens.shape[:-1], num_experts=self.num_experts, num_experts_per_tok=self.num_experts_per_tok
+        )
         if self.is_initializing():  # declare the parameters of all experts; below each rank sees its own
             self.experts(jnp.zeros((1, x.shape[-1]), x.dtype), jnp.zeros((self.num_experts,), jnp.int32))
         output, total_recv_tokens, kept = call_with_pure(
             self,
             lambda block, *rows: block._serve(*rows),
-            lambda experts, variables: exchange(
-                experts,
-                variables,
+            lambda experts, variables, rngs: exchange(
+                lambda inputs, *rows: experts(*inputs, *rows),
+                (variables, rngs),
                 tokens,
                 routing.indices,
                 routing.weights,
@@ -217,12 +243,17 @@ class MoEBlock(nn.Module):
                 drop_order=self.drop_order,
                 expert_axis=self.expert_axis,
                 batch_axes=self.batch_axes,
+                specs=(self._specs(variables, x.shape[-1]), jax.tree.map(lambda _: P(), rngs)),
+                fsdp_axis=self.fsdp_axis,
+                tensor_axis=None if self._has_own_experts else self.tensor_axis,
+                collective=self.collective,
             ),
         )
         if self.is_mutable_collection("moe_metrics") and not self.is_initializing():
             for name, value in layer_metrics(routing, kept, token_mask).items():
                 self.sow("moe_metrics", name, value, init_fn=lambda: None, reduce_fn=lambda _, new: new)
-        return MoEOutput(place_like(output, x), self._aux_loss(routing, token_mask), total_recv_tokens)
+        output = place_like(output, x)[: x.shape[0]]
+        return MoEOutput(output, self._aux_loss(routing, token_mask), total_recv_tokens)
 
     def route(self, x: Float[Array, "*tokens D"], token_mask: Bool[Array, "*tokens"] | None) -> Routing:
         """Chooses the experts of each token. Override it to bring your own router.
@@ -278,7 +309,8 @@ class MoEBlock(nn.Module):
         Returns:
           ``[M, D]``; rows past the last group are ignored.
         """
-        rows, params = promote(rows, self._expert_params(group_sizes.shape[0], rows.shape[-1]), dtype=self.dtype)
+        params = self._expert_params(group_sizes.shape[0], rows.shape[-1], self.intermediate_size)
+        rows, params = promote(rows, params, dtype=self.dtype)
         return feed_forward(
             rows,
             group_sizes,
@@ -289,10 +321,13 @@ class MoEBlock(nn.Module):
 
     def _serve(self, tokens: Float[Array, "N D"], weights: Float[Array, " M"], layout: Layout) -> Float[Array, "N D"]:
         """Sends each token to the experts of its rows: by `experts`, or fused as long as nobody has overridden that."""
-        if type(self).experts is not MoEBlock.experts:
+        if self._has_own_experts:
             rows = self.experts(gather_rows(tokens, layout), layout.group_sizes)
             return combine_rows(rows, weights, layout)
-        params = self._expert_params(layout.group_sizes.shape[0], tokens.shape[-1])
+        part = self.intermediate_size // axis_size(self.tensor_axis)
+        params = self._expert_params(layout.group_sizes.shape[0], tokens.shape[-1], part)
+        if self.use_bias:  # the parts are added up, so one of them brings it
+            params["wo_bias"] = jnp.where(axis_index(self.tensor_axis) == 0, params["wo_bias"], 0)
         tokens, params = promote(tokens, params, dtype=self.dtype)
         return feed_forward_tokens(
             tokens,
@@ -303,19 +338,41 @@ class MoEBlock(nn.Module):
             implementation=self.implementation,
         )
 
-    def _expert_params(self, num_experts: int, width: int) -> dict[str, Array]:
-        inward, inward_axes = (width, self.intermediate_size), (self.embed_axis_name, self.mlp_axis_name)
-        kernels = {"wi_0": (inward, inward_axes), "wi_1": (inward, inward_axes)}
-        if not self.gated:
-            del kernels["wi_1"]
-        kernels["wo"] = (inward[::-1], inward_axes[::-1])
-        params = {}
-        for name, (shape, axis_names) in kernels.items():
-            params[name] = self.expert_param(name, self.kernel_init, num_experts, shape, axis_names)
-            if self.use_bias:
-                bias = f"{name}_bias"
-                params[bias] = self.expert_param(bias, self.bias_init, num_experts, shape[1:], axis_names[1:])
-        return params
+    @property
+    def _has_own_experts(self) -> bool:
+        return type(self).experts is not MoEBlock.experts
+
+    def _expert_params(self, num_experts: int, width: int, intermediate_size: int) -> dict[str, Array]:
+        """Declares the parameters of the default experts, or of a part of them."""
+        names = {"embed": self.embed_axis_name, "mlp": self.mlp_axis_name}
+        axes = feed_forward_axes(gated=self.gated, use_bias=self.use_bias)
+        sizes = {"embed": width, "mlp": intermediate_size}
+        return {
+            name: self.expert_param(
+                name,
+                self.bias_init if len(roles) == 1 else self.kernel_init,
+                num_experts,
+                tuple(sizes[role] for role in roles),
+                tuple(names[role] for role in roles),
+            )
+            for name, roles in axes.items()
+        }
+
+    def _specs(self, variables: PyTree, width: int) -> PyTree:
+        """How the variables lie on the mesh. Those of own experts are split by expert only."""
+        specs = split_by_expert(variables, self.num_experts, self.expert_axis)
+        if self._has_own_experts:
+            return specs
+        check_divides("the width of x", width, "fsdp_axis", self.fsdp_axis)
+        check_divides("intermediate_size", self.intermediate_size, "tensor_axis", self.tensor_axis)
+        mesh_axes = {"embed": self.fsdp_axis, "mlp": self.tensor_axis}
+        of_experts = {
+            f"['params']['{name}']": P(self.expert_axis, *(mesh_axes[role] for role in roles))
+            for name, roles in feed_forward_axes(gated=self.gated, use_bias=self.use_bias).items()
+        }
+        return jax.tree_util.tree_map_with_path(
+            lambda path, spec: of_experts.get(jax.tree_util.keystr(path[-2:]), spec), specs
+        )
 
     def expert_param(
         self,

@@ -18,7 +18,7 @@ import ml_dtypes  # noqa: F401  (registers bfloat16 and the float8 types with nu
 import numpy as np
 
 SCOPES = ("rank", "expert")
-ON_OVERFLOW = ("drop",)
+ON_OVERFLOW = ("drop", "recompute")
 
 
 def positive_int(name: str, value: object, *, minimum: int = 1) -> int:
@@ -65,7 +65,9 @@ class Capacity:
       slots: rows of one receive buffer, in assignments. None: dropless, no routing can overflow it.
       chunks: run dispatch, experts and combine over the tokens in this many sequential chunks. It
         bounds the memory of the buffers and never changes which assignments are kept.
-      on_overflow: ``"drop"``: the assignments beyond ``slots`` contribute nothing.
+      on_overflow: ``"drop"``: the assignments beyond ``slots`` contribute nothing. ``"recompute"``: a layer that
+        overflows on any rank serves them in further turns, inside the compiled step, and drops nothing. It goes
+        through the same buffers as often as the fullest of them needs, so it has no use for chunks.
 
     Raises:
       ValueError: if a field is out of range. A factor is not a number of slots.
@@ -93,10 +95,25 @@ class Capacity:
         positive_int("Capacity.chunks", self.chunks)
         if self.on_overflow not in ON_OVERFLOW:
             raise ValueError(f"Capacity.on_overflow must be one of {ON_OVERFLOW}, got {self.on_overflow!r}")
+        if self.on_overflow == "recompute" and self.chunks > 1:
+            raise ValueError(
+                f'Capacity.chunks must be 1 with on_overflow="recompute", got {self.chunks}; its turns need no larger '
+                "buffers than slots"
+            )
 
     def overflows(self, demand: int) -> bool:
         """Whether a buffer that ``demand`` assignments want is too small. Exactly full fits."""
         return self.slots is not None and demand > self.slots
+
+
+def fallback(slots: int, dropless: int) -> Capacity:
+    """Dropless, in as many chunks as keep the buffers no larger than those of ``slots``.
+
+    Example:
+      >>> fallback(160, 512)
+      Capacity(slots=None, chunks=4, on_overflow='drop')
+    """
+    return Capacity(None, chunks=-(-dropless // slots))
 
 
 def as_capacity(capacity: Capacity | int | None) -> Capacity:

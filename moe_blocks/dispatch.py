@@ -58,13 +58,28 @@ def admit(
     shape = tuple(buffers.shape[axis] for axis in served_first)
     flat = buffers.transpose(served_first).ravel()
     keys = DROP_ORDERS[drop_order](jax.lax.stop_gradient(weights).transpose(served_first).ravel())
-    serial = jnp.arange(flat.size, dtype=jnp.int32)
-    ordered, *_, origin = jax.lax.sort((flat, *keys, serial), num_keys=1 + len(keys), is_stable=True)
-    start = jnp.searchsorted(ordered, jnp.arange(num_buffers + 1, dtype=ordered.dtype)).astype(jnp.int32)
-    ahead = serial - start[ordered]  # assignments of the same buffer that are served before this one
-    kept = (ahead < slots) & (ordered < num_buffers)
-    kept = jnp.zeros(flat.shape, bool).at[origin].set(kept, unique_indices=True)
+    kept = (served_before(flat, keys, num_buffers=num_buffers) < slots) & (flat < num_buffers)
     return kept.reshape(shape).transpose((3, 1, 0, 2))
+
+
+def served_before(
+    buffers: Int[Array, " A"], keys: tuple[Shaped[Array, " A"], ...] = (), *, num_buffers: int
+) -> Int[Array, " A"]:
+    """How many assignments of the same buffer are served before each: those of smaller keys, and earlier ones.
+
+    Args:
+      buffers: int32 ``[A]``; ``num_buffers`` for none, whose count means nothing.
+      keys: sort keys, ascending.
+      num_buffers: number of buffers.
+
+    Example:
+      >>> served_before(jnp.array([1, 0, 1, 1]), num_buffers=2).tolist()
+      [0, 0, 1, 2]
+    """
+    serial = jnp.arange(buffers.size, dtype=jnp.int32)
+    ordered, *_, origin = jax.lax.sort((buffers, *keys, serial), num_keys=1 + len(keys), is_stable=True)
+    start = jnp.searchsorted(ordered, jnp.arange(num_buffers + 1, dtype=ordered.dtype)).astype(jnp.int32)
+    return jnp.zeros_like(serial).at[origin].set(serial - start[ordered], unique_indices=True)
 
 
 class Layout(NamedTuple):

@@ -7,8 +7,7 @@ change them from one call to the next.
 Symbols: ``ep`` ranks on the axis, ``T`` tokens of this rank (``[..., S]``, ``S`` the position), ``E`` experts of
 which ``E/ep`` live here, ``k`` choices, ``M`` rows of this rank's buffers, ``D`` width.
 
-The transport is ``all_gather``: each rank receives the tokens of its group, takes the rows of its experts, and the
-partial sums go back by a reduce-scatter. It runs on every platform.
+How rows travel is the affair of a `transport.Transport`, chosen by the name of its collective.
 """
 
 from __future__ import annotations
@@ -19,15 +18,18 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_blocks.capacity import CapacitySpec, positive_int
-from moe_blocks.dispatch import DROP_ORDERS, Layout, admit, combine_rows, gather_rows, make_layout
+from moe_blocks.dispatch import DROP_ORDERS, Layout, admit, combine_rows, gather_rows, make_layout, served_before
 from moe_blocks.losses import expert_load
+from moe_blocks.mesh import AxisName, axis_index, axis_size
 from moe_blocks.routing import valid_assignments
+from moe_blocks.transport import Transport, plan_transport
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("layout", "kept"), meta_fields=("axis_name",))
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("layout", "kept", "transport"), meta_fields=())
 @dataclasses.dataclass(frozen=True)
 class Handle:
     """What `ep_prepare` found out, for `ep_dispatch` and `ep_combine` of the same tokens.
@@ -35,12 +37,12 @@ class Handle:
     Attributes:
       layout: where the assignments of this rank's experts lie.
       kept: bool ``[..., k]``, which assignments of this rank's tokens some rank keeps.
-      axis_name: mesh axis, static.
+      transport: how rows get here and back.
     """
 
     layout: Layout
     kept: Bool[Array, "*tokens k"]
-    axis_name: str | None = None
+    transport: Transport
 
 
 class Rows(NamedTuple):
@@ -56,35 +58,26 @@ class Rows(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """The drop decision of a whole group, equal on all its ranks.
+    """The drop decision of the whole group, for the tokens of this rank.
 
     Attributes:
-      experts: int32 ``[ep, T, k]``, the global expert of each kept assignment, E for the others.
-      kept: bool ``[..., k]``, the decision for this rank's tokens.
+      experts: int32 ``[T, k]``, the global expert of each kept assignment, E for the others.
+      kept: bool ``[..., k]``.
       total_recv_tokens: int32 ``[buffers of this rank]``, demand in assignments before any drop.
     """
 
-    experts: Int[Array, "ep T k"]
+    experts: Int[Array, "T k"]
     kept: Bool[Array, "*tokens k"]
     total_recv_tokens: Int[Array, " buffers"]
 
 
-def _axis_size(axis_name: str | None) -> int:
-    return 1 if axis_name is None else jax.lax.axis_size(axis_name)
+def _buffers(experts: Int[Array, "*tokens k"], spec: CapacitySpec) -> tuple[Int[Array, "*tokens k"], int]:
+    """The buffer of each assignment, and their number, which is the buffer of those without an expert.
 
-
-def _axis_index(axis_name: str | None) -> int | Array:
-    return 0 if axis_name is None else jax.lax.axis_index(axis_name)
-
-
-def _gather(x: Array, axis_name: str | None) -> Array:
-    """``[ep, *x.shape]``: x of every rank of the group. The transpose is a reduce-scatter."""
-    return x[None] if axis_name is None else jax.lax.all_gather(x, axis_name)
-
-
-def _scatter_sum(x: Array, axis_name: str | None) -> Array:
-    """Sums ``[ep, ...]`` over the group and returns this rank's entry. The transpose is an all-gather."""
-    return x[0] if axis_name is None else jax.lax.psum_scatter(x, axis_name)
+    A buffer takes consecutive experts: those of a rank, or one.
+    """
+    experts_per_buffer = spec.experts_per_rank // spec.buffers_per_rank
+    return experts // experts_per_buffer, spec.num_experts // experts_per_buffer
 
 
 def ep_admit(
@@ -96,58 +89,97 @@ def ep_admit(
     slots: int | None = None,
     scope: str = "rank",
     drop_order: str = "position",
-    axis_name: str | None = None,
+    axis_name: AxisName = None,
 ) -> Admission:
     """Counts the demand on every buffer of the group and decides which assignments are kept.
 
     The first half of `ep_prepare`, which see for the arguments. Use it alone when the tokens are then
     processed in chunks: the decision is that of the whole batch.
     """
-    ep = _axis_size(axis_name)
+    ep = axis_size(axis_name)
     k = indices.shape[-1]
     spec = CapacitySpec(indices.size // k, num_experts, k, ep, scope)
     if slots is not None:
         positive_int("slots", slots)
     if drop_order not in DROP_ORDERS:
         raise ValueError(f"drop_order must be one of {sorted(DROP_ORDERS)}, got {drop_order!r}")
-    valid = valid_assignments(indices, token_mask)
-    experts = _gather(jnp.where(valid, indices, num_experts).astype(jnp.int32), axis_name)
-    # A buffer takes consecutive experts: those of a rank, or one. Invalid assignments get the id past the last.
-    experts_per_buffer = spec.experts_per_rank // spec.buffers_per_rank
-    num_buffers = num_experts // experts_per_buffer
-    buffers = experts // experts_per_buffer
+    kept = valid_assignments(indices, token_mask)
+    experts = jnp.where(kept, indices, num_experts).astype(jnp.int32)
+    buffers, num_buffers = _buffers(experts, spec)
     demand = expert_load(buffers, num_experts=num_buffers)
-    rank = _axis_index(axis_name)
+    rank = axis_index(axis_name)
+    if axis_name is not None:
+        demand = jax.lax.psum(demand, axis_name)
     total = jax.lax.dynamic_slice_in_dim(demand, rank * spec.buffers_per_rank, spec.buffers_per_rank)
-    kept = experts < num_experts
     if slots is not None and slots < spec.dropless:
         group_shape = (ep, -1, indices.shape[-2], k)  # rank, leading index, position, choice
-        kept = admit(
-            buffers.reshape(group_shape),
-            _gather(weights, axis_name).reshape(group_shape),
-            num_buffers=num_buffers,
-            slots=slots,
-            drop_order=drop_order,
-        ).reshape(kept.shape)
-    experts = jnp.where(kept, experts, num_experts).reshape(ep, -1, k)
-    return Admission(experts, jax.lax.dynamic_index_in_dim(kept, rank, keepdims=False), total)
+        buffers, weights = (
+            (x[None] if axis_name is None else jax.lax.all_gather(x, axis_name)).reshape(group_shape)
+            for x in (buffers, weights)
+        )
+        admitted = admit(buffers, weights, num_buffers=num_buffers, slots=slots, drop_order=drop_order)
+        kept = jax.lax.dynamic_index_in_dim(admitted, rank, keepdims=False).reshape(kept.shape)
+    return Admission(jnp.where(kept, experts, num_experts).reshape(-1, k), kept, total)
 
 
-def ep_layout(
-    experts: Int[Array, "ep T k"], *, num_experts: int, num_rows: int, axis_name: str | None = None
-) -> Layout:
-    """Lays out the kept assignments of this rank's experts. The second half of `ep_prepare`.
+def ep_turns(
+    experts: Int[Array, "T k"], *, spec: CapacitySpec, slots: int, axis_name: AxisName = None
+) -> tuple[Int[Array, "T k"], Int[Array, ""]]:
+    """Deals out the assignments to turns such that no buffer gets more than ``slots`` of them in one.
 
     Args:
-      experts: int32 ``[ep, T, k]``, global experts, E for none (``Admission.experts``).
+      experts: int32 ``[T, k]``, global experts of this rank's assignments, E for none.
+      spec: sizes of the layer.
+      slots: rows of one buffer.
+      axis_name: mesh axis that shares the experts.
+
+    Returns:
+      ``(turn [T, k], turns)``: the turn of each assignment, from 0, and the number that the fullest buffer of the group
+      needs, at least 1. What fits takes one turn, which is told without sorting.
+    """
+    buffers, num_buffers = _buffers(experts.ravel(), spec)
+    counts = expert_load(buffers[:, None], num_experts=num_buffers)
+    everyone = counts[None] if axis_name is None else jax.lax.all_gather(counts, axis_name)
+    turns = jnp.maximum(-(-everyone.sum(0).max() // slots), 1)
+    # Served rank by rank: in the end everything is, so the order is nobody's loss.
+    on_earlier_ranks = (jnp.cumsum(everyone, axis=0) - everyone)[axis_index(axis_name)]
+
+    def dealt() -> Array:
+        ahead = on_earlier_ranks.at[buffers].get(mode="fill", fill_value=0)
+        return (ahead + served_before(buffers, num_buffers=num_buffers)) // slots
+
+    turn = jax.lax.cond(turns > 1, dealt, lambda: jnp.zeros_like(buffers))
+    return turn.reshape(experts.shape), turns
+
+
+def ep_plan(
+    experts: Int[Array, "T k"],
+    kept: Bool[Array, "*tokens k"],
+    *,
+    num_experts: int,
+    num_rows: int,
+    axis_name: AxisName = None,
+    collective: str | None = None,
+) -> Handle:
+    """Plans the exchange of the kept assignments. The second half of `ep_prepare`.
+
+    Args:
+      experts: int32 ``[T, k]``, global experts, E for none (``Admission.experts``).
+      kept: bool ``[..., k]`` (``Admission.kept``).
       num_experts: E.
       num_rows: M, rows of this rank's buffers; no fewer than its kept assignments.
       axis_name: mesh axis that shares the experts.
+      collective: see `ep_prepare`.
     """
-    here = num_experts // _axis_size(axis_name)
-    local = experts - _axis_index(axis_name) * here
-    local = jnp.where((local >= 0) & (local < here), local, here)
-    return make_layout(local.reshape(-1, experts.shape[-1]), num_groups=here, num_rows=num_rows)
+    transport = plan_transport(
+        experts, num_experts=num_experts, num_rows=num_rows, axis_name=axis_name, collective=collective
+    )
+    here = num_experts // axis_size(axis_name)
+    # Counted from one on the way, since a row that nobody sent is zero.
+    received = transport.collect(jnp.where(experts < num_experts, experts + 1, 0)) - 1
+    local = received - axis_index(axis_name) * here
+    local = jnp.where((received >= 0) & (local >= 0) & (local < here), local, here)
+    return Handle(make_layout(local, num_groups=here, num_rows=num_rows), kept, transport)
 
 
 def ep_prepare(
@@ -159,7 +191,8 @@ def ep_prepare(
     slots: int | None = None,
     scope: str = "rank",
     drop_order: str = "position",
-    axis_name: str | None = None,
+    axis_name: AxisName = None,
+    collective: str | None = None,
 ) -> tuple[Int[Array, " E_local"], Int[Array, " buffers"], Handle]:
     """Plans the exchange of one batch: who receives what, what is dropped, where it lies.
 
@@ -171,7 +204,8 @@ def ep_prepare(
       slots: rows of one receive buffer, static. None: dropless.
       scope: ``"rank"``: one buffer per rank. ``"expert"``: one per expert.
       drop_order: ``"position"`` or ``"weight"`` (`dispatch.admit`).
-      axis_name: mesh axis that shares the experts; None: one device holds them all.
+      axis_name: mesh axis that shares the experts, or several of them; None: one device holds them all.
+      collective: ``"all_gather"`` or ``"ragged_all_to_all"`` (`transport`); None: the best for the platform.
 
     Returns:
       ``(token_counts, total_recv_tokens, handle)``. token_counts: int32 ``[E/ep]``, rows that each expert of this
@@ -180,7 +214,7 @@ def ep_prepare(
       ``total_recv_tokens > slots``.
 
     Raises:
-      ValueError: for sizes that do not fit together, an unknown scope or drop order.
+      ValueError: for sizes that do not fit together, an unknown scope, drop order or collective.
 
     Example:
       >>> indices, weights = jnp.array([[0], [2], [2]]), jnp.ones((3, 1))
@@ -203,9 +237,16 @@ def ep_prepare(
         drop_order=drop_order,
         axis_name=axis_name,
     )
-    spec = CapacitySpec(indices.size // k, num_experts, k, _axis_size(axis_name), scope)
-    layout = ep_layout(admission.experts, num_experts=num_experts, num_rows=spec.rows(slots), axis_name=axis_name)
-    return layout.group_sizes, admission.total_recv_tokens, Handle(layout, admission.kept, axis_name)
+    spec = CapacitySpec(indices.size // k, num_experts, k, axis_size(axis_name), scope)
+    handle = ep_plan(
+        admission.experts,
+        admission.kept,
+        num_experts=num_experts,
+        num_rows=spec.rows(slots),
+        axis_name=axis_name,
+        collective=collective,
+    )
+    return handle.layout.group_sizes, admission.total_recv_tokens, handle
 
 
 def ep_collect(
@@ -216,20 +257,23 @@ def ep_collect(
     Returns:
       ``(tokens [N, D], weights [M])``; row i is token ``handle.layout.token[i]``.
     """
-    width = tokens.shape[-1]
-    everyone = _gather(tokens.reshape(-1, width), handle.axis_name).reshape(-1, width)
-    group_weights = _gather(jnp.asarray(weights), handle.axis_name).ravel()
-    return everyone, group_weights.at[handle.layout.assignment].get(mode="fill", fill_value=0)
+    received = handle.transport.collect(tokens.reshape(-1, tokens.shape[-1]))
+    received_weights = handle.transport.collect(jnp.asarray(weights).reshape(-1, weights.shape[-1])).ravel()
+    return received, received_weights.at[handle.layout.assignment].get(mode="fill", fill_value=0)
 
 
-def ep_return(handle: Handle, sums: Float[Array, "N D"]) -> Float[Array, "*tokens D"]:
-    """The transport half of `ep_combine`: adds up what each token got on every rank, and sends it home.
+def ep_return(handle: Handle, sums: Float[Array, "N D"], dtype: DTypeLike) -> Float[Array, "*tokens D"]:
+    """The transport half of `ep_combine`: sends home what each token got on every rank, and adds it up.
 
     Args:
       handle: from `ep_prepare`.
       sums: float32 ``[N, D]``, this rank's part for each of the tokens of `ep_collect`.
+      dtype: in which they may travel.
+
+    Returns:
+      float32 ``[..., D]``.
     """
-    mine = _scatter_sum(sums.reshape(_axis_size(handle.axis_name), -1, sums.shape[-1]), handle.axis_name)
+    mine = handle.transport.give_back(sums, dtype)
     return mine.reshape(*handle.kept.shape[:-1], -1)
 
 
@@ -261,4 +305,5 @@ def ep_combine(handle: Handle, rows: Rows) -> Float[Array, "*tokens D"]:
     Returns:
       ``[..., D]``, in the dtype of the rows.
     """
-    return ep_return(handle, combine_rows(*rows, handle.layout)).astype(rows.tokens.dtype)
+    dtype = rows.tokens.dtype
+    return ep_return(handle, combine_rows(*rows, handle.layout), dtype).astype(dtype)

@@ -195,6 +195,24 @@ _in_blocks.defvjp(_in_blocks_fwd, _in_blocks_bwd)
 FUSED = {"blocked": _in_blocks}
 
 
+def feed_forward_axes(*, gated: bool, use_bias: bool) -> dict[str, tuple[str, ...]]:
+    """The parameters of one expert: what each axis of them means, ``"embed"`` (D) or ``"mlp"`` (F).
+
+    Example:
+      >>> feed_forward_axes(gated=False, use_bias=True)
+      {'wi_0': ('embed', 'mlp'), 'wi_0_bias': ('mlp',), 'wo': ('mlp', 'embed'), 'wo_bias': ('embed',)}
+    """
+    kernels = {"wi_0": ("embed", "mlp"), "wi_1": ("embed", "mlp"), "wo": ("mlp", "embed")}
+    if not gated:
+        del kernels["wi_1"]
+    axes: dict[str, tuple[str, ...]] = {}
+    for name, roles in kernels.items():
+        axes[name] = roles
+        if use_bias:
+            axes[f"{name}_bias"] = roles[1:]
+    return axes
+
+
 def _network(params: Mapping[str, Array]) -> Network:
     linear = {
         name: Linear(params[name], params.get(f"{name}_bias")) for name in ("wi_0", "wi_1", "wo") if name in params

@@ -61,16 +61,11 @@ def below(ladder: tuple[int, ...], slots: int) -> int:
     return max((rung for rung in ladder if rung < slots), default=ladder[0])
 
 
-def rung(ladder: tuple[int, ...], slots: int, *, dropless_chunks: int = 1) -> Capacity:
+def rung(ladder: tuple[int, ...], slots: int) -> Capacity:
     """What a step is compiled for on the rung of that many slots.
-
-    Args:
-      ladder: rungs in slots.
-      slots: one of them.
-      dropless_chunks: chunks in which the last rung runs, where memory must not grow with it.
 
     Example:
       >>> rung((4, 16), 4), rung((4, 16), 16).slots
       (Capacity(slots=4, chunks=1, on_overflow='drop'), None)
     """
-    return Capacity(int(slots)) if slots < ladder[-1] else Capacity(None, chunks=dropless_chunks)
+    return Capacity(int(slots) if slots < ladder[-1] else None)

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import pytest
 
+from policies import config
+
 README = Path(__file__).parents[1] / "README.md"
 
 
@@ -17,7 +19,8 @@ def snippets() -> tuple[dict[str, Any], list[tuple]]:
     """The names that all snippets, run one after the other, leave; and the rows that they print."""
     rows: list[tuple] = []
     names: dict[str, Any] = {"print": lambda *row: rows.append(row), "__name__": "snippet"}
-    with jax.numpy_dtype_promotion("standard"):  # optax's adam mixes a float and an int32 count
+    with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):  # optax's adam mixes dtypes
+        patch.setattr("policies.config._REGISTRY", dict(config._REGISTRY))  # one of them registers a policy
         for snippet in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL):
             exec(compile(snippet, str(README), "exec", dont_inherit=True), names)
     return names, rows

@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.output import aligned
 from benchmarks.peers.compiled import BOTH, MODES
+from benchmarks.peers.limit import KERNELS
 from benchmarks.peers.rounds import Spread, ratios, spread
 
 Figures = Mapping[str, Any]
@@ -61,9 +62,23 @@ def scaling(found: Figures, where: Figures) -> str:
         for name, row in found["rows"].items()
         if row["check"]
     }
-    told = ", ".join(f"{name} {value:.2f}" for name, value in per_row.items())
-    head = f"{found['title']}, {found['rounds']} rounds"
-    return "\n".join((head, "", *_times(found), f"microseconds for one assignment, {BOTH}: {told}"))
+    lines = [f"microseconds for one assignment, {BOTH}: " + ", ".join(f"{n} {v:.2f}" for n, v in per_row.items())]
+    if net := _without_kernels(found):
+        told = ", ".join(f"{name} {ratio.median:.3f}" for name, ratio in net.items())
+        lines.append(f"over the limit without what the kernels alone take, {BOTH}: {told}")
+    return "\n".join((f"{found['title']}, {found['rounds']} rounds", "", *_times(found), *lines))
+
+
+def _without_kernels(found: Figures) -> dict[str, Spread]:
+    """Round by round, (layer - kernels) / limit: what should not grow with the number of experts."""
+    rows = found["rows"]
+    net = {}
+    for name, row in rows.items():
+        if (kernels := rows.get(KERNELS + name)) is not None:
+            own, floor = row["seconds"][BOTH], kernels["seconds"][BOTH]
+            rest = [a - b for a, b in zip(own, floor, strict=True)]
+            net[name] = spread(ratios(rest, rows[row["base"]]["seconds"][BOTH]))
+    return net
 
 
 def memory(found: Figures, where: Figures) -> str:

@@ -19,6 +19,7 @@ from moe_blocks.grouped_matmul.base import Implementation
 from moe_blocks.grouped_matmul.blocked import BLOCKED
 from moe_blocks.grouped_matmul.ragged_dot import RAGGED_DOT
 from moe_blocks.grouped_matmul.tokamax import TOKAMAX
+from moe_blocks.mesh import platform
 
 Result = TypeVar("Result")
 
@@ -35,12 +36,6 @@ def check_implementation(implementation: str | None) -> None:
             f"implementation must be None (best for the platform) or one of {sorted(IMPLEMENTATIONS)}, "
             f"got {implementation!r}"
         )
-
-
-def _platform() -> str:
-    """Where the computation will run: on the mesh in context, which may be one that is only compiled for."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform
 
 
 @functools.cache
@@ -62,7 +57,7 @@ def serve(implementation: str | None, call: Callable[[str], Result]) -> Result:
       NotImplementedError: if none can serve; the reasons are listed.
     """
     check_implementation(implementation)
-    preferred = PREFERRED.get(_platform(), PREFERRED_ELSEWHERE)
+    preferred = PREFERRED.get(platform(), PREFERRED_ELSEWHERE)
     reasons: list[str] = []
     for name in preferred if implementation is None else (implementation,):
         try:

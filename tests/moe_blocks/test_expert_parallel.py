@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from moe_blocks import Handle, Rows, ep_combine, ep_dispatch, ep_prepare
-from moe_blocks.sharding import place
+from moe_blocks.mesh import place
 from tests.moe_blocks.oracle import Oracle
 from tests.moe_blocks.support import LAYOUTS, MORE_LAYOUTS, Layout, on, places
 
@@ -389,14 +389,14 @@ def test_dtypes_of_rows_are_those_of_the_tokens() -> None:
 def test_a_handle_goes_through_jit() -> None:
     ids, weights = jnp.array([[0], [1]]), jnp.ones((2, 1))
     _, _, handle = jax.jit(functools.partial(ep_prepare, num_experts=2))(ids, weights)
-    assert isinstance(handle, Handle) and handle.axis_name is None
+    assert isinstance(handle, Handle)
     rows = jax.jit(ep_dispatch)(handle, jnp.array([[1.0], [2.0]]), weights)
     assert jax.jit(ep_combine)(handle, rows).tolist() == [[1.0], [2.0]]
 
 
 def test_signatures() -> None:
     assert list(inspect.signature(ep_prepare).parameters) == [
-        *("indices", "weights", "token_mask", "num_experts", "slots", "scope", "drop_order", "axis_name")
+        *("indices", "weights", "token_mask", "num_experts", "slots", "scope", "drop_order", "axis_name", "collective")
     ]
     assert list(inspect.signature(ep_dispatch).parameters) == ["handle", "tokens", "weights"]
     assert list(inspect.signature(ep_combine).parameters) == ["handle", "rows"]

@@ -61,7 +61,9 @@ def test_a_bad_config_is_told_what_is_valid(given: object, message: str) -> None
         policies.from_config(given)  # type: ignore[arg-type]
 
 
-def test_register_a_policy_of_ones_own() -> None:
+def test_register_a_policy_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("policies.config._REGISTRY", dict(policies.config._REGISTRY))
+
     @policies.register("mine")
     @dataclasses.dataclass(frozen=True)
     class Mine(policies.Drop):

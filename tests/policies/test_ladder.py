@@ -56,6 +56,6 @@ def test_below(slots: int, lower: int) -> None:
 
 
 def test_rung() -> None:
-    assert ladder.rung((4, 16), 4, dropless_chunks=3) == Capacity(4)
-    assert ladder.rung((4, 16), 16, dropless_chunks=3) == Capacity(None, chunks=3)
+    assert ladder.rung((4, 16), 4) == Capacity(4)
+    assert ladder.rung((4, 16), 16) == Capacity(None)
     assert ladder.rung((16,), 16) == Capacity(None)

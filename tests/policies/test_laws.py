@@ -21,7 +21,7 @@ FACTORS = st.sampled_from([0.01, 0.125, 0.5, 1.0, 1.25, 2.0, 7.5, 1000.0])
 EXAMPLES = {
     "static_factor": st.builds(policies.StaticFactor, st.none() | FACTORS),
     "drop": st.builds(policies.Drop, st.none() | FACTORS),
-    "retry_dropless": st.builds(policies.RetryDropless, st.none() | FACTORS),
+    "retry_dropless": st.builds(policies.RetryDropless, st.none() | FACTORS, st.sampled_from(["step", "layer"])),
     "adaptive_grow": st.builds(
         policies.AdaptiveGrow,
         FACTORS,

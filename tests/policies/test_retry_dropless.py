@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import jax.numpy as jnp
 import pytest
 
 from moe_blocks.capacity import Capacity
@@ -35,8 +36,23 @@ def test_the_fallback_needs_no_larger_buffers(factor: float | None, chunks: int)
     assert -(-SPEC.dropless // chunks) <= SPEC.slots(factor)
 
 
+def test_in_the_scope_of_a_layer_nothing_is_rejected() -> None:
+    """The fallback is inside the one program, so a report only counts."""
+    policy = RetryDropless(1.0, scope="layer")
+    state, capacity = policy.init(SPEC), Capacity(4, on_overflow="recompute")
+    assert policy.capacities(state) == (capacity,)
+    assert policy.accept(jnp.array([10**6], jnp.int32), capacity) is True
+    state = policy.update(state, Report(0, 0, 5, capacity, accepted=True))
+    assert policy.capacity(state) == capacity and (state.overflows, state.rejections) == (1, 0)
+
+
+def test_the_scope_of_a_layer_without_a_factor_is_dropless() -> None:
+    policy = RetryDropless(None, scope="layer")
+    assert policy.capacities(policy.init(SPEC)) == (Capacity(None),)
+
+
 def test_refuses() -> None:
-    with pytest.raises(ValueError, match='RetryDropless.scope must be "step", got .layer.;.*not available yet'):
-        RetryDropless(1.0, scope="layer")
+    with pytest.raises(ValueError, match=r"RetryDropless.scope must be one of \('step', 'layer'\), got 'model'"):
+        RetryDropless(1.0, scope="model")
     with pytest.raises(ValueError, match="RetryDropless.factor must be a finite number above 0, got nan"):
         RetryDropless(float("nan"))

@@ -5,59 +5,12 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moe_blocks.sharding import LogicalAxes, axis_sizes, call_with_pure, place, place_like, with_axes
-from tests.moe_blocks.support import LAYOUTS, MORE_LAYOUTS, on
-
-EXPLICIT, AUTO = LAYOUTS["2x4"], MORE_LAYOUTS["2x4 auto"]
-
-
-# --- where arrays lie
-
-
-def test_axis_sizes() -> None:
-    with on(EXPLICIT):
-        assert axis_sizes(("expert", "data")) == {"expert": 4, "data": 2}
-    assert axis_sizes(()) == {}
-
-
-def test_axis_sizes_without_the_mesh() -> None:
-    message = r"batch_axes=\('data',\) names \['data'\], which the current mesh does not have \(its axes: \(\)\)"
-    with pytest.raises(ValueError, match=message):
-        axis_sizes(("data",))
-    with on(LAYOUTS["4"]), pytest.raises(ValueError, match=r"names \['model'\], .* \(its axes: \('expert',\)\)"):
-        axis_sizes(("expert", "model"))
-
-
-@pytest.mark.parametrize("layout", [EXPLICIT, AUTO], ids=["explicit", "auto"])
-@pytest.mark.parametrize("jitted", [False, True])
-def test_place(layout: Any, jitted: bool) -> None:
-    tree = {"a": np.arange(8.0, dtype=np.float32), "b": {"c": np.ones((4, 2), np.float32), "none": None}}
-
-    def layed_out(tree: Any) -> Any:
-        return place(tree, {"a": P("data"), "b": P("expert")})
-
-    with on(layout):
-        out = (jax.jit(layed_out) if jitted else layed_out)(tree)
-        slope = jax.grad(lambda x: (place(x, P("data")) ** 2).sum())(jnp.ones(2))
-    assert out["a"].sharding.is_equivalent_to(NamedSharding(layout.mesh, P("data")), 1)
-    assert out["b"]["c"].sharding.is_equivalent_to(NamedSharding(layout.mesh, P("expert")), 2)
-    jax.tree.map(np.testing.assert_array_equal, out, tree)
-    assert slope.tolist() == [2, 2]
-
-
-def test_place_like() -> None:
-    with on(EXPLICIT):
-        like = place(jnp.ones((4, 8)), P(None, "expert"))
-        out = place_like(place(jnp.zeros((4, 8)), P("data")), like)
-        assert jax.typeof(out).sharding.spec == P(None, "expert")
-    assert place_like(jnp.zeros(3), jnp.ones(3)).tolist() == [0, 0, 0]
-
+from moe_blocks.linen import LogicalAxes, call_with_pure, with_axes
+from tests.moe_blocks.support import LAYOUTS, on
 
 # --- logical names of axes
 
@@ -125,7 +78,7 @@ def test_to_nnx_and_back() -> None:
     model = nnx.bridge.lazy_init(nnx.bridge.ToNNX(Layer(), rngs=nnx.Rngs(0)), jnp.ones(()))
     assert model(jnp.ones(())) == 3
     assert dict(model.scale.get_metadata())["logical_axes"] == ("embed", None)
-    with on(EXPLICIT):  # and no mesh axis of that name is asked for
+    with on(LAYOUTS["2x4"]):  # and no mesh axis of that name is asked for
         assert model(jnp.ones(())) == 3
 
 
@@ -143,9 +96,9 @@ class Doubler(nn.Module):
         if self.is_initializing():
             self.twice(x)
 
-        def body(apply: Any, variables: Any) -> Any:
+        def body(apply: Any, variables: Any, rngs: Any) -> Any:
             def on_each(variables: Any, x: Any) -> Any:
-                return apply(variables, x)
+                return apply(variables, rngs, x)
 
             rows = jax.tree.map(lambda leaf: leaf[:, None], variables)
             return jax.vmap(on_each)(rows, x[:, None]).ravel()
