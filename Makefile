@@ -27,6 +27,7 @@ train: $(TRAIN) ## train the example language model; ARGS="--steps 20" for its o
 bench: $(TRAIN) ## all benchmarks in turn: one layer, the runner, the policies, and what TPUs would need
 	@$(VENV)/bin/python -m benchmarks.layer
 	@$(VENV)/bin/python -m benchmarks.runner
+	@$(VENV)/bin/python -m benchmarks.scopes
 	@$(VENV)/bin/python -m benchmarks.policies
 	@$(VENV)/bin/python -m benchmarks.aot || test $$? -eq 3  # 3: no compiler for TPUs is installed, and it says so
 

@@ -2,15 +2,17 @@
 
 Usage: python -m benchmarks.aot [--topology NAME] ... [--factor FLOAT] ... [--part block|step] ... [--json FILE]
          [--width D] [--expert-width F] [--experts E] [--experts-per-tok K] [--tokens T] [--layers N]
-         [--dtype NAME] [--param-dtype NAME] [--expert-parallel N] [--implementation NAME]
+         [--dtype NAME] [--param-dtype NAME] [--expert-parallel N] [--implementation NAME] [--collective NAME]
 
 Nothing is run, so there are no times but those of the compiler; bytes, FLOPs and collectives are of one device. For
 each topology and factor it compiles, forward and backward:
 
   block, factor f       one layer with buffers of f times the balanced size
   block, fallback       the same layer dropless, in as many chunks as keep the buffers that small
+  block, in turns       the same with buffers of factor f that are gone through as often as they overflow
   block, dropless       the same in one piece
   step, retry, ...      the two programs of a StepRunner under RetryDropless(f): capped, and its fallback
+  step, in turns        the one program under RetryDropless(f, scope="layer")
   step, plain           the capped step under a bare jit, without a policy; its state donated, as the runner's is
   step, state kept      likewise, not donated: what a retry costs that keeps the old state
 
@@ -161,7 +163,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("benchmarks.aot", add_help=False, exit_on_error=False, allow_abbrev=False)
     for name in SIZES:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Model, name))
-    for name in ("dtype", "param_dtype", "implementation"):
+    for name in ("dtype", "param_dtype", "implementation", "collective"):
         parser.add_argument(f"--{name.replace('_', '-')}", default=getattr(Model, name))
     parser.add_argument("--expert-parallel", type=int, default=64)
     parser.add_argument("--topology", action="append")

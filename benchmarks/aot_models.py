@@ -52,6 +52,7 @@ class Model:
       dtype: of activations and products.
       param_dtype: of parameters and optimiser.
       implementation: of the grouped product, named so that the tables tell it.
+      collective: that takes tokens to their experts, likewise.
     """
 
     width: int = 1024
@@ -63,6 +64,7 @@ class Model:
     dtype: str = "bfloat16"
     param_dtype: str = "float32"
     implementation: str = "ragged_dot"
+    collective: str = "ragged_all_to_all"
 
     def block(self, capacity: Capacity) -> MoEBlock:
         """One of its layers."""
@@ -75,6 +77,7 @@ class Model:
             expert_axis="expert",
             batch_axes=AXES,
             implementation=self.implementation,
+            collective=self.collective,
             dtype=jnp.dtype(self.dtype),
             param_dtype=jnp.dtype(self.param_dtype),
         )
@@ -173,9 +176,9 @@ class Case:
     Attributes:
       part: ``"block"``, or ``"step"``, the training step.
       factor: of the capped buffers that it has, or in whose place it stands.
-      role: ``"capped"``; ``"fallback"``, dropless in chunks; ``"dropless"``, in one piece. Of a step these are the
-        programs of a runner whose policy may reject; ``"plain"`` is the capped step under a bare jit, donated, and
-        ``"kept"`` the same with the old state kept.
+      role: ``"capped"``; ``"fallback"``, dropless in chunks; ``"layer"``, capped with further turns for what overflows;
+        ``"dropless"``, in one piece. Of a step these are the programs of a runner; ``"plain"`` is the capped step under
+        a bare jit, donated, and ``"kept"`` the same with the old state kept.
       capacity: what it is compiled for.
       compile: compiles it.
     """
@@ -204,8 +207,9 @@ def cases(model: Model, mesh: Mesh, factors: tuple[float, ...], parts: tuple[str
         capacities = policy.capacities(policy.init(spec))
         if "block" in parts:
             yield from (block(factor, role, capacity) for role, capacity in zip(ROLES, capacities, strict=False))
+            yield block(factor, "layer", dataclasses.replace(capacities[0], on_overflow="recompute"))
         if "step" in parts:
-            yield from _steps(model, factor, policy, capacities, rows)
+            yield from _steps(model, factor, rows)
     if "block" in parts:
         yield block(spec.factor(spec.dropless), "dropless", dropless)
 
@@ -215,17 +219,20 @@ def _init(model: Model, x: Array) -> State:
     return State(params, OPTIMIZER.init(params))
 
 
-def _steps(
-    model: Model, factor: float, policy: RetryDropless, capacities: tuple[Capacity, ...], batch: Any
-) -> Iterator[Case]:
+def _steps(model: Model, factor: float, batch: Any) -> Iterator[Case]:
     step, state = partial(training_step, model), _abstract(partial(_init, model), batch)
-    programs = Programs(step, policy, capacities, state, NamedSharding(batch.sharding.mesh, P()))
-    for role, capacity in zip(ROLES, capacities, strict=False):
-        yield Case("step", factor, role, capacity, partial(programs.get, capacity, batch))
+    mesh = batch.sharding.mesh
+    for scope, roles in (("step", ROLES), ("layer", ("layer",))):
+        policy = RetryDropless(factor, scope)
+        capacities = policy.capacities(policy.init(model.spec(mesh.shape["expert"])))
+        programs = Programs(step, policy, capacities, state, NamedSharding(mesh, P()))
+        for role, capacity in zip(roles, capacities, strict=False):
+            yield Case("step", factor, role, capacity, partial(programs.get, capacity, batch))
+    capped = dataclasses.replace(capacity, on_overflow="drop")
     places = jax.tree.map(lambda leaf: leaf.sharding, state)
-    bare = partial(jax.jit, partial(step, capacity=capacities[0]), out_shardings=(places, None, None))
+    bare = partial(jax.jit, partial(step, capacity=capped), out_shardings=(places, None, None))
     for role, jitted in (("plain", bare(donate_argnums=0)), ("kept", bare())):
-        yield Case("step", factor, role, capacities[0], partial(_compile, jitted, state, batch))
+        yield Case("step", factor, role, capped, partial(_compile, jitted, state, batch))
 
 
 def _compile(jitted: Any, *args: Any) -> jax.stages.Compiled:

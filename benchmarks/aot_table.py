@@ -26,9 +26,11 @@ COLUMNS = (
 ROLES = {
     ("block", "capped"): "block, factor {factor:g}",
     ("block", "fallback"): "block, dropless in {chunks} chunks",
+    ("block", "layer"): "block, factor {factor:g}, in turns",
     ("block", "dropless"): "block, dropless",
     ("step", "capped"): "step, factor {factor:g}, retry armed",
     ("step", "fallback"): "step, dropless in {chunks} chunks",
+    ("step", "layer"): "step, factor {factor:g}, in turns",
     ("step", "plain"): "step, factor {factor:g}, plain",
     ("step", "kept"): "step, factor {factor:g}, state kept",
 }
@@ -44,7 +46,7 @@ def conditions(figures: Figures) -> str:
     return (
         f"D={model['width']}, F={model['expert_width']}, E={model['experts']}, k={model['experts_per_tok']}, "
         f"T={model['tokens']} on a device, {model['layers']} layers in a step, {model['dtype']} with parameters in "
-        f"{model['param_dtype']}, {model['implementation']}\n"
+        f"{model['param_dtype']}, {model['implementation']}, {model['collective']}\n"
         f"{where['date']}, compiled on {where['cores']} cores, {versions}"
     )
 
@@ -127,13 +129,16 @@ def claims(found: Figures) -> list[str]:
             lines.append(
                 f"step, factor {factor:g}: all-reduces for the verdict {verdicts} (target 1: {_met(verdicts == 1)})"
             )
-        if fallback := by_role.get((part, factor, "fallback")):
-            ratio = fallback["peak"] / row["peak"]
-            lines.append(
-                f"{part}, factor {factor:g}: peak of the fallback in {fallback['chunks']} chunks over the capped one "
-                f"{ratio:.3f}, temporaries {(fallback['temp'] - row['temp']) / MIB:+.0f} MiB "
-                f"(target 1: {_met(ratio <= 1)})"
-            )
+        for other, what in (
+            ("fallback", "of the fallback in {chunks} chunks"),
+            ("layer", "with turns for an overflow"),
+        ):
+            if instead := by_role.get((part, factor, other)):
+                ratio = instead["peak"] / row["peak"]
+                lines.append(
+                    f"{part}, factor {factor:g}: peak {what.format(**instead)} over the capped one {ratio:.3f}, "
+                    f"temporaries {(instead['temp'] - row['temp']) / MIB:+.0f} MiB (target 1: {_met(ratio <= 1)})"
+                )
     return lines
 
 
