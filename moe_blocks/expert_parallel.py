@@ -103,8 +103,8 @@ def ep_admit(
         positive_int("slots", slots)
     if drop_order not in DROP_ORDERS:
         raise ValueError(f"drop_order must be one of {sorted(DROP_ORDERS)}, got {drop_order!r}")
-    kept = valid_assignments(indices, token_mask)
-    experts = jnp.where(kept, indices, num_experts).astype(jnp.int32)
+    kept = valid = valid_assignments(indices, token_mask)
+    experts = jnp.where(valid, indices, num_experts).astype(jnp.int32)
     buffers, num_buffers = _buffers(experts, spec)
     demand = expert_load(buffers, num_experts=num_buffers)
     rank = axis_index(axis_name)
@@ -113,12 +113,17 @@ def ep_admit(
     total = jax.lax.dynamic_slice_in_dim(demand, rank * spec.buffers_per_rank, spec.buffers_per_rank)
     if slots is not None and slots < spec.dropless:
         group_shape = (ep, -1, indices.shape[-2], k)  # rank, leading index, position, choice
-        buffers, weights = (
+        everyone = tuple(
             (x[None] if axis_name is None else jax.lax.all_gather(x, axis_name)).reshape(group_shape)
-            for x in (buffers, weights)
+            for x in (buffers, jax.lax.stop_gradient(weights))
         )
-        admitted = admit(buffers, weights, num_buffers=num_buffers, slots=slots, drop_order=drop_order)
-        kept = jax.lax.dynamic_index_in_dim(admitted, rank, keepdims=False).reshape(kept.shape)
+
+        def decide() -> Array:
+            admitted = admit(*everyone, num_buffers=num_buffers, slots=slots, drop_order=drop_order)
+            return valid & jax.lax.dynamic_index_in_dim(admitted, rank, keepdims=False).reshape(valid.shape)
+
+        # To sort the assignments of a whole group is expensive, and most often nothing overflows.
+        kept = jax.lax.cond((demand > slots).any(), decide, lambda: valid)
     return Admission(jnp.where(kept, experts, num_experts).reshape(-1, k), kept, total)
 
 
