@@ -16,10 +16,10 @@ each topology and factor it compiles, forward and backward:
   step, plain           the capped step under a bare jit, without a policy; its state donated, as the runner's is
   step, state kept      likewise, not donated: what a retry costs that keeps the old state
 
-Topologies: v5e:2x2, v5p:2x2x1, v6e:2x2, tpu7x:2x2x1 (8 devices), ... v5p:8x8x4. Needs libtpu: pip install
-'moe-blocks[tpu]'.
+Topologies: v5e:2x2, v5p:2x2x1, v6e:2x2, tpu7x:2x2x1 (8 devices), ... v5p:8x8x4, which need libtpu: pip install
+'moe-blocks[tpu]'; h100:8, which needs jax's CUDA plugin: pip install 'moe-blocks[gpu]'.
 
-Exit codes: 0 done; 2 bad arguments; 3 libtpu is not installed.
+Exit codes: 0 done; 2 bad arguments; 3 no topology was given and libtpu is not installed.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(words):
         print(__doc__)
         return 0
-    if importlib.util.find_spec("libtpu") is None:
-        print(NO_LIBTPU, file=sys.stderr)
-        return 3
     try:
         options, unknown = _parser().parse_known_args(words)
         if unknown:
             raise ValueError(f"{unknown[0]!r} is not an option; see --help")
+        if not options.topology and importlib.util.find_spec("libtpu") is None:
+            print(NO_LIBTPU, file=sys.stderr)
+            return 3
         model = Model(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Model)})
         for name in (*SIZES, "expert_parallel"):
             positive_int(name, getattr(options, name))
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("benchmarks.aot: error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
     figures: dict[str, Any] = {
-        "environment": environment("libtpu", "optax"),
+        "environment": environment(*aot_table.PACKAGES),
         "model": dataclasses.asdict(model),
         "topologies": {},
     }

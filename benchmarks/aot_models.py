@@ -10,6 +10,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -29,6 +30,8 @@ AXES = ("data", "expert")
 # Logical axes of the parameters that are spread over the mesh; all others are whole on every device.
 SHARDED = (("expert", "expert"),)
 ROLES = ("capped", "fallback")  # of the two programs of a retry
+# What XLA must know of a GPU that is not there.
+GPUS = {"h100": Path(__file__).with_name("h100.txtpb")}
 # libtpu looks for the machine that it runs on, unless it is told of one, and keeps it to one process.
 TPU_ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -147,23 +150,31 @@ def forward_backward(
 
 
 def topology_mesh(name: str, *, experts: int, expert_parallel: int) -> Mesh:
-    """The devices of a TPU topology as a mesh of data x expert; no such machine is needed.
+    """The devices of a topology as a mesh of data x expert; no such machine is needed.
 
     Args:
-      name: such as ``"v5p:2x2x1"``.
+      name: such as ``"v5p:2x2x1"`` for TPU, or ``"h100:8"`` for as many GPUs of one host.
       experts: E.
       expert_parallel: devices that share the experts, at most. The largest number that divides both is taken.
 
     Raises:
-      ValueError: if libtpu does not know the topology.
+      ValueError: if no compiler knows the topology.
     """
     for key, value in TPU_ENVIRONMENT.items():
         os.environ.setdefault(key, value)
+    chip, _, size = name.partition(":")
+    if chip in GPUS:
+        asked: dict[str, Any] = {"platform": "cuda", "topology": f"1x1x{size}", "target_config": GPUS[chip].read_text()}
+    else:
+        asked = {"platform": "tpu", "topology_name": name}
     try:
-        topology = topologies.get_topology_desc(platform="tpu", topology_name=name)
-    except jax.errors.JaxRuntimeError as error:
+        topology = topologies.get_topology_desc(**asked)
+    except (jax.errors.JaxRuntimeError, RuntimeError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"topology must be one that libtpu knows, such as v5p:2x2x1, got {name!r}: {reason}") from None
+        raise ValueError(
+            "topology must be one that a compiler knows, such as v5p:2x2x1 (libtpu) or h100:8 (jax's CUDA plugin); "
+            f"got {name!r}: {reason}"
+        ) from None
     devices = len(topology.devices)
     ep_size = max(n for n in range(1, expert_parallel + 1) if devices % n == 0 and experts % n == 0)
     return topologies.make_mesh(topology, (devices // ep_size, ep_size), AXES)

@@ -9,6 +9,7 @@ from benchmarks.output import aligned
 
 Figures = Mapping[str, Any]
 MIB = 2**20
+PACKAGES = ("optax", "libtpu", "jax-cuda12-plugin")  # whose versions matter beside those of jax and flax
 COLUMNS = (
     ("buffer", "rows"),
     ("argu-", "ments"),
@@ -42,7 +43,7 @@ SAME_PEAK, OUTSIDE = 1.001, 0.05
 def conditions(figures: Figures) -> str:
     """The lines that every table depends on."""
     where, model = figures["environment"], figures["model"]
-    versions = ", ".join(f"{name} {where[name]}" for name in ("python", "jax", "libtpu", "flax", "optax"))
+    versions = ", ".join(f"{name} {where[name]}" for name in ("python", "jax", "flax", *PACKAGES) if name in where)
     return (
         f"D={model['width']}, F={model['expert_width']}, E={model['experts']}, k={model['experts_per_tok']}, "
         f"T={model['tokens']} on a device, {model['layers']} layers in a step, {model['dtype']} with parameters in "

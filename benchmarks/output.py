@@ -12,8 +12,9 @@ from typing import Any
 
 
 def environment(*packages: str) -> dict[str, Any]:
-    """Date, machine, Python, and the versions of jax, flax and the packages."""
-    names = ("jax", "jaxlib", "flax", "numpy", *packages)
+    """Date, machine, Python, and the versions of jax, flax and those of the packages that are installed."""
+    installed = {found.name for found in importlib.metadata.distributions()}
+    names = ("jax", "jaxlib", "flax", "numpy", *(name for name in packages if name in installed))
     return {
         "date": time.strftime("%Y-%m-%d"),
         "platform": platform.platform(),

@@ -174,6 +174,7 @@ def test_without_libtpu_one_line_says_how_to_get_it(
         (["--json", "gone/figures.json"], "json must be a file in a folder that is there"),
         (["--part", "all"], "argument --part: invalid choice: 'all'"),
         (["--colour", "red"], "'--colour' is not an option"),
+        (["--topology", "h100:no"], "topology must be one that a compiler knows, such as v5p:2x2x1 (libtpu)"),
     ],
 )
 def test_bad_arguments_are_one_line(
