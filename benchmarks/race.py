@@ -25,13 +25,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dropless": {"name": "static_factor", "factor": None},
     "factor 2, drop": {"name": "drop", "factor": 2.0},
     "factor 2, retry": {"name": "retry_dropless", "factor": 2.0},
+    "factor 2, layer retry": {"name": "retry_dropless", "factor": 2.0, "scope": "layer"},
     "factor 0.125, drop": {"name": "drop", "factor": 0.125},
     "factor 0.125, retry": {"name": "retry_dropless", "factor": 0.125},
+    "factor 0.125, layer retry": {"name": "retry_dropless", "factor": 0.125, "scope": "layer"},
     "adaptive from 0.125": {"name": "adaptive_grow", "initial_factor": 0.125},
 }
 BASELINE = "dropless"
 # What is also run from the baseline's state: the retries must agree with it there, and the drop must not.
-PROBED = ("factor 2, retry", "factor 0.125, retry", "factor 0.125, drop")
+PROBED = ("factor 2, retry", "factor 0.125, retry", "factor 0.125, layer retry", "factor 0.125, drop")
 
 PyTree = Any
 Batches = Sequence[jax.Array]

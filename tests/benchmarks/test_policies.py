@@ -54,10 +54,13 @@ def check_what_the_policies_did(quick: Quick) -> None:
     rows = quick.figures["variants"]
     assert {name: len(row["losses"]) for name, row in rows.items()} == dict.fromkeys(rows, STEPS)
     assert {name: row["final_factor"] for name, row in rows.items() if name.startswith("factor")} == {
-        "factor 2, drop": 2, "factor 2, retry": 2, "factor 0.125, drop": 0.125, "factor 0.125, retry": 0.125
+        "factor 2, drop": 2, "factor 2, retry": 2, "factor 2, layer retry": 2,
+        "factor 0.125, drop": 0.125, "factor 0.125, retry": 0.125, "factor 0.125, layer retry": 0.125,
     }  # fmt: skip
     assert rows["adaptive from 0.125"]["final_factor"] > 0.125
     assert rows["factor 0.125, retry"]["retries"] == STEPS
+    layer = rows["factor 0.125, layer retry"]
+    assert (layer["overflows"], layer["retries"], layer["executables"]) == (STEPS, 0, 1)
     assert 1 <= rows["adaptive from 0.125"]["retries"] <= 5  # at most one for each rung above the first
     assert rows["factor 0.125, drop"]["overflows"] == STEPS
     for name, row in rows.items():
@@ -70,10 +73,11 @@ def check_a_retry_equals_dropless_and_a_drop_does_not(quick: Quick) -> None:
     worst = {name: max(entry["loss"] for entry in entries) for name, entries in found.items()}
     assert worst["factor 2, retry"] <= 1e-6
     assert worst["factor 0.125, retry"] <= 1e-6
+    assert worst["factor 0.125, layer retry"] <= 1e-6
     assert worst["factor 0.125, drop"] > 1e-3  # the same comparison does see a difference where there is one
     rows = quick.figures["variants"]
     # Eight steps one after the other: their roundings add up.
-    for name in ("factor 2, retry", "factor 0.125, retry", "adaptive from 0.125"):
+    for name in ("factor 2, retry", "factor 0.125, retry", "factor 0.125, layer retry", "adaptive from 0.125"):
         assert rows[name]["losses"] == pytest.approx(rows["dropless"]["losses"], rel=1e-5)
     assert rows["factor 0.125, drop"]["validation_loss"] > rows["dropless"]["validation_loss"] + 0.02
 
