@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moe_blocks import MoEBlock
 from moe_blocks.capacity import Capacity, CapacitySpec
 from moe_blocks.expert_parallel import ep_turns
 from moe_blocks.passes import in_chunks, in_turns
-from tests.moe_blocks import test_exchange
+from tests.moe_blocks import support, test_exchange
 from tests.moe_blocks.support import assert_close, same_bits
 from tests.moe_blocks.test_exchange import D, E, K, draw, run
 
@@ -114,3 +116,67 @@ def test_the_memory_of_recompute() -> None:
 def test_recompute_has_no_chunks() -> None:
     with pytest.raises(ValueError, match=r'Capacity.chunks must be 1 with on_overflow="recompute", got 2'):
         Capacity(8, chunks=2, on_overflow="recompute")
+
+
+# --- under the transformations that models use
+
+
+class Stack(nn.Module):
+    """Three residual layers, scanned and rematerialised."""
+
+    axes: Any
+
+    @nn.compact
+    def __call__(self, x: Any, mask: Any, capacity: Capacity) -> Any:
+        lifted = nn.remat(Residual, static_argnums=(3,))
+        layers = nn.scan(
+            lifted, {"params": 0}, split_rngs={"params": True}, in_axes=(nn.broadcast, nn.broadcast), length=3
+        )
+        return layers(self.axes, name="layers")(x, mask, capacity)
+
+
+class Residual(nn.Module):
+    axes: Any
+
+    @nn.compact
+    def __call__(self, x: Any, mask: Any, capacity: Capacity) -> Any:
+        out = MoEBlock(8, 2, 16, **self.axes)(x, capacity=capacity, token_mask=mask)
+        return x + out.output, out.total_recv_tokens
+
+
+def test_scanned_and_rematerialised_on_a_mesh() -> None:
+    """Masked tokens hold NaN, tokens travel by the ragged collective, and every layer overflows."""
+    rng = np.random.default_rng(0)
+    x, mask = jnp.asarray(rng.normal(size=(8, 6, 8)), jnp.float32), jnp.asarray(rng.random((8, 6)) < 0.8)
+    x = jnp.where(mask[..., None], x, jnp.nan)
+    params = Stack({}).init(jax.random.key(0), x, mask, Capacity(None))
+
+    def trained(layout: Any, capacity: Capacity, **axes: Any) -> Any:
+        def loss(params: Any, x: Any) -> Any:
+            out, demand = Stack(support.axes(layout) | axes).apply(params, x, mask, capacity)
+            return jnp.square(jnp.where(mask[..., None], out, 0).astype(jnp.float32)).sum(), demand
+
+        with support.on(layout):
+            result = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, x)
+            return jax.tree.map(np.asarray, result)
+
+    want = trained(None, Capacity(None))
+    capacity = Capacity(3, on_overflow="recompute")
+    (loss, demand), grads = trained(support.LAYOUTS["2x4"], capacity, collective="ragged_all_to_all")
+    assert (demand.max(-1) > 3).all()
+    assert_close(loss, want[0][0], 3e-6)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(want[1]), strict=True):
+        assert_close(a, b, 3e-6)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-6), (jnp.bfloat16, 1e-2)])
+def test_mapped_over_a_batch(dtype: Any, tolerance: float) -> None:
+    block, x = MoEBlock(8, 2, 16), jnp.asarray(np.random.default_rng(1).normal(size=(4, 6, 8)), dtype)
+    variables = block.init(jax.random.key(0), x)
+
+    def energy(x: Any, capacity: Capacity) -> Any:
+        out = jax.vmap(lambda x: block.apply(variables, x, capacity=capacity).output)(x)
+        return jnp.square(out.astype(jnp.float32)).sum()
+
+    want, got = (jax.grad(energy)(x, capacity) for capacity in (Capacity(None), Capacity(2, on_overflow="recompute")))
+    assert_close(got, want, tolerance)
