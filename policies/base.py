@@ -28,6 +28,7 @@ import abc
 import json
 import math
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -154,7 +155,7 @@ class CapacityOverflowError(RuntimeError):
     @classmethod
     def of(cls, state: PolicyState, report: Report) -> CapacityOverflowError:
         """The error for a rejected attempt."""
-        factor = math.ceil(report.demand / int(state.balanced) * 10_000) / 10_000
+        factor = math.ceil(Fraction(report.demand * 10_000, int(state.balanced))) / 10_000
         return cls(report.step, report.demand, report.capacity.slots or int(state.ladder[-1]), factor)
 
     def __str__(self) -> str:

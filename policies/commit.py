@@ -32,8 +32,8 @@ def run_and_commit(
 
     Args:
       step: pure, ``step(state, batch) -> (new_state, evidence, metrics)``; traced once.
-      decide: whether to commit. It is called as soon as the evidence, any pytree of arrays, is known. If it returns
-        Python True, the step is evaluated as it is.
+      decide: whether to commit. The evidence, any pytree of arrays, is evaluated before all else in the step, then
+        this is called. If it returns Python True, the step is evaluated as it is.
       state: any pytree of arrays.
       batch: any pytree of arrays.
 
@@ -70,9 +70,8 @@ def run_and_commit(
     def choose(value: Any, before: Any) -> Any:
         return value if commit is True else jnp.where(commit, value, before)
 
-    sources = {atom for atom in judged if isinstance(atom, Var)}
-    known = 1 + max((i for i, equation in enumerate(program.eqns) if sources & {*equation.outvars}), default=-1)
-    for equation in program.eqns[:known]:
+    first, rest = _split(program, judged)
+    for equation in first:
         values |= _evaluate(program, equation, values)
     evidence = jax.tree.unflatten(jax.tree.structure(evidence), read(judged))
     commit = decide(evidence)
@@ -84,7 +83,7 @@ def run_and_commit(
         for atom, before in zip(new, old, strict=True)
         if isinstance(atom, Var) and atom not in values and uses[id(atom)] == 1
     }
-    for equation in program.eqns[known:]:
+    for equation in rest:
         computed = _evaluate(program, equation, values)
         values |= {var: choose(value, early[var]) if var in early else value for var, value in computed.items()}
     leaves = [
@@ -93,6 +92,20 @@ def run_and_commit(
     ]
     state = jax.tree.unflatten(jax.tree.structure(new_state), leaves)
     return state, evidence, jax.tree.unflatten(jax.tree.structure(metrics), read(told)), commit
+
+
+def _split(program: Jaxpr, wanted: list[Any]) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
+    """The equations that ``wanted`` is computed from, and all others. Side effects keep their order."""
+    needed = {atom for atom in wanted if isinstance(atom, Var)}
+    first: list[JaxprEqn] = []
+    rest: list[JaxprEqn] = []
+    for equation in reversed(program.eqns):
+        if needed & {*equation.outvars} or (first and equation.effects):
+            needed |= {atom for atom in equation.invars if isinstance(atom, Var)}
+            first.append(equation)
+        else:
+            rest.append(equation)
+    return first[::-1], rest[::-1]
 
 
 def _evaluate(program: Jaxpr, equation: JaxprEqn, values: dict[Var, Any]) -> dict[Var, Any]:

@@ -76,7 +76,7 @@ class _Flight(NamedTuple):
 class StepRunner:
     """Runs training steps under a capacity policy, each as one transaction.
 
-    For every ``lag`` the accepted states and metrics are those of ``lag=0``, and a rejection wastes at most
+    For every ``lag`` the accepted states and metrics are those of ``lag=0``, and a rejection or a skip wastes at most
     ``lag`` dispatched steps. One exception follows from the lag itself: where a policy changes the capacity
     after an *accepted* step (``AdaptiveGrow`` with ``on_overflow="drop"``, or when it shrinks), the change
     reaches the steps that are dispatched later, ``lag`` steps behind.

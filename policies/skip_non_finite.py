@@ -51,7 +51,7 @@ class SkipNonFinite(Decorator):
     every device already, so no reduction is added, and they are known before the optimiser runs, so the state is still
     overwritten in place. The new state is known only at the end of the step: to look through it first would cost a
     pass over it and the memory for both the old and the new one. A finite loss can have gradients that are not, so
-    watch a norm of these too, which clipping computes anyway.
+    watch a norm of these too. It needs all gradients at once before the optimiser runs, as clipping by it does.
 
     Attributes:
       inner: the policy that decides on capacities.
