@@ -15,10 +15,15 @@ from policies.config import from_config as from_config
 from policies.config import names as names
 from policies.config import register as register
 from policies.config import to_config as to_config
+from policies.decorator import Decorator as Decorator
 from policies.drop import Drop as Drop
 from policies.evaluation import EvalReport as EvalReport
 from policies.evaluation import EvalRunner as EvalRunner
+from policies.rejection_alarm import RejectionAlarm as RejectionAlarm
+from policies.rejection_alarm import RunawayRouterWarning as RunawayRouterWarning
 from policies.retry_dropless import RetryDropless as RetryDropless
 from policies.runner import StepReport as StepReport
 from policies.runner import StepRunner as StepRunner
+from policies.skip_non_finite import NonFiniteError as NonFiniteError
+from policies.skip_non_finite import SkipNonFinite as SkipNonFinite
 from policies.static_factor import StaticFactor as StaticFactor

@@ -2,7 +2,7 @@
 
 A policy decides three things: how large the receive buffers of the next step are, whether a finished
 step counts, and what follows an overflow. All of it runs on the host in plain integers, with no clock
-and no randomness, so that every host decides alike; only ``accept`` is traced into the step.
+and no randomness, so that every host decides alike; only ``accept`` and ``valid`` are traced into the step.
 
 The whole protocol, by hand::
 
@@ -17,6 +17,9 @@ The whole protocol, by hand::
             state = policy.update(state, Report(step, attempt, demand, capacity, accepted))
             attempt += 1
         train_state = candidate
+
+A step that is accepted but whose numbers are not ``valid`` is skipped: ``skip`` takes the place of ``update``, the
+candidate is dropped, and the batch is not tried again.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import abc
 import json
 import math
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -74,7 +78,9 @@ class PolicyState(NamedTuple):
       slots: the rung of the next step.
       quiet: consecutive accepted steps that the next lower rung would have served.
       overflows: attempts so far whose demand exceeded their capacity.
-      rejections: attempts so far that did not count.
+      rejections: attempts so far that were rejected.
+      skips: consecutive steps up to the last one that were skipped.
+      recent: attempts that were rejected in the present window of `RejectionAlarm`.
 
     Example:
       >>> state = PolicyState(ladder=(4, 8, 16), balanced=4, slots=8)
@@ -90,6 +96,8 @@ class PolicyState(NamedTuple):
     quiet: int = 0
     overflows: int = 0
     rejections: int = 0
+    skips: int = 0
+    recent: int = 0
 
     @property
     def factor(self) -> float:
@@ -109,7 +117,7 @@ class PolicyState(NamedTuple):
         """Reads what ``to_json`` wrote.
 
         Raises:
-          ValueError: if the text is not a JSON object with exactly this class's fields.
+          ValueError: if the text is not a JSON object with this class's fields.
         """
         return cls.of(text)
 
@@ -117,12 +125,15 @@ class PolicyState(NamedTuple):
     def of(cls, saved: PolicyState | Mapping[str, Any] | str) -> PolicyState:
         """A state from itself, from its fields as a checkpointer restores them, or from the text of ``to_json``.
 
+        Counters may be missing, as in a state saved before there were such: they start from 0.
+
         Raises:
-          ValueError: if it is none of them, or does not have exactly this class's fields.
+          ValueError: if it is none of them, has an unknown field, or lacks one that is not a counter.
         """
         fields = json.loads(saved) if isinstance(saved, str) else saved
         fields = fields._asdict() if isinstance(fields, cls) else fields
-        if not isinstance(fields, Mapping) or set(fields) != set(cls._fields):
+        required = set(cls._fields) - set(cls._field_defaults)
+        if not isinstance(fields, Mapping) or not required <= set(fields) <= set(cls._fields):
             raise ValueError(f"a PolicyState needs an object with the fields {cls._fields}, got {saved}")
         return cls(**fields).plain()
 
@@ -144,7 +155,7 @@ class CapacityOverflowError(RuntimeError):
     @classmethod
     def of(cls, state: PolicyState, report: Report) -> CapacityOverflowError:
         """The error for a rejected attempt."""
-        factor = math.ceil(report.demand / int(state.balanced) * 10_000) / 10_000
+        factor = math.ceil(Fraction(report.demand * 10_000, int(state.balanced))) / 10_000
         return cls(report.step, report.demand, report.capacity.slots or int(state.ladder[-1]), factor)
 
     def __str__(self) -> str:
@@ -164,11 +175,11 @@ class CapacityPolicy(abc.ABC):
     - the capacity is always one of ``capacities(state)``, which never changes;
     - after a rejection the next capacity is strictly larger, or ``update`` raises;
     - a dropless attempt is never rejected, so a retry always ends;
-    - ``update`` depends on its arguments alone;
+    - ``update`` and ``skip`` depend on their arguments alone;
     - a report measured at another capacity than the current one never shrinks it nor earns any credit.
 
     `StepRunner` checks the first two at every step. The state is a `PolicyState` for every policy; a policy that
-    counts something of its own counts it in ``quiet``.
+    counts something of its own counts it in ``quiet``. What may be put around any policy is a `Decorator`.
     """
 
     @abc.abstractmethod
@@ -196,6 +207,26 @@ class CapacityPolicy(abc.ABC):
           CapacityOverflowError: if the attempt was rejected and there is nothing larger to try.
         """
 
+    def valid(self, metrics: Any) -> Verdict:
+        """Whether the numbers of an accepted step may enter the training state. Traced into the compiled step.
+
+        Args:
+          metrics: what the step returned as such.
+
+        Returns:
+          Python True, as here, if they always may: it then costs nothing. Else a ``<bool>[]`` that is the same on all
+          hosts.
+        """
+        return True
+
+    def skip(self, state: PolicyState, report: Report) -> PolicyState:
+        """The state after an attempt whose demand was accepted and whose numbers were not valid.
+
+        To the policy a first attempt that is skipped never was, since its demand may be nonsense too; a retry that is
+        skipped ends like any other.
+        """
+        return self.update(state, report) if report.attempt else state
+
     def init(self, spec: CapacitySpec) -> PolicyState:
         """The state before the first step: on the first rung.
 
@@ -222,7 +253,7 @@ class CapacityPolicy(abc.ABC):
             return saved._replace(balanced=fresh.balanced)
         grown = saved.slots > saved.ladder[0]
         slots = rungs.fitting(fresh.ladder, saved.slots) if grown else fresh.slots
-        return fresh._replace(slots=slots, overflows=saved.overflows, rejections=saved.rejections)
+        return saved._replace(ladder=fresh.ladder, balanced=fresh.balanced, slots=slots, quiet=0)
 
     def capacity(self, state: PolicyState) -> Capacity:
         """What the next step is compiled for."""
@@ -240,13 +271,13 @@ def count(state: PolicyState, report: Report) -> PolicyState:
     )
 
 
-def checked_update(policy: CapacityPolicy, state: PolicyState, report: Report) -> PolicyState:
-    """``policy.update``, and a word with a policy that breaks the laws on which the number of retries rests.
+def checked_update(policy: CapacityPolicy, state: PolicyState, report: Report, *, skipped: bool = False) -> PolicyState:
+    """``update`` or ``skip``, and a word with a policy that breaks the laws on which the number of retries rests.
 
     Raises:
       RuntimeError: if the next capacity is not one of ``capacities``, or not larger after a rejection.
     """
-    name, after = type(policy).__name__, policy.update(state, report)
+    name, after = type(policy).__name__, (policy.skip if skipped else policy.update)(state, report)
     capacity, valid = policy.capacity(after), policy.capacities(state)
     if capacity not in valid:
         raise RuntimeError(f"{name}.update chose {capacity}, which is none of its capacities {valid}")

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
 from jaxtyping import PyTree
 
-from policies.base import Demand, Verdict
+from policies.base import Verdict
 
 # step(state, batch, *, capacity) -> (new_state, total_recv_tokens, metrics)
 Step: TypeAlias = Callable[..., tuple[Any, Any, Any]]
@@ -26,19 +26,20 @@ STEP = "step must return (new_state, total_recv_tokens, metrics)"
 
 
 def run_and_commit(
-    step: Callable[[Any, Any], tuple[Any, Any, Any]], decide: Callable[[Demand], Verdict], state: Any, batch: Any
-) -> tuple[Any, Demand, Any, Verdict]:
-    """Evaluates a step and keeps its new state only if its demand is accepted.
+    step: Callable[[Any, Any], tuple[Any, Any, Any]], decide: Callable[[Any], Verdict], state: Any, batch: Any
+) -> tuple[Any, Any, Any, Verdict]:
+    """Evaluates a step and keeps its new state only if its evidence, such as its demand, is accepted.
 
     Args:
-      step: pure, ``step(state, batch) -> (new_state, total_recv_tokens, metrics)``; traced once.
-      decide: whether to commit. It is called as soon as the demand is known. If it returns Python True,
-        the step is evaluated as it is.
+      step: pure, ``step(state, batch) -> (new_state, evidence, metrics)``; traced once.
+      decide: whether to commit. The evidence, any pytree of arrays, is evaluated before all else in the step, then
+        this is called. If it returns Python True, the step is evaluated as it is.
       state: any pytree of arrays.
       batch: any pytree of arrays.
 
     Returns:
-      ``(state, total_recv_tokens, metrics, commit)``. The metrics mean nothing unless the step was committed.
+      ``(state, evidence, metrics, commit)``. Unless the step was committed, metrics that are computed from the new
+      state are of the old one instead.
 
     Raises:
       ValueError: if the step does not return its three values, or changes the structure, a shape or a dtype
@@ -55,13 +56,12 @@ def run_and_commit(
       1
     """
     traced, shapes = jax.make_jaxpr(step, return_shape=True)(state, batch)
-    new_state, total_recv_tokens, metrics = unpack(shapes, STEP)
+    new_state, evidence, metrics = unpack(shapes, STEP)
     check_same_layout(jax.eval_shape(lambda old: old, state), new_state)
     program: Jaxpr = traced.jaxpr
     old, inputs = jax.tree.leaves(state), jax.tree.leaves((state, batch))
-    demand, demand_structure = jax.tree.flatten(total_recv_tokens)
-    ends = len(old), len(old) + len(demand)
-    new, sent, told = program.outvars[: ends[0]], program.outvars[ends[0] : ends[1]], program.outvars[ends[1] :]
+    ends = len(old), len(old) + len(jax.tree.leaves(evidence))
+    new, judged, told = program.outvars[: ends[0]], program.outvars[ends[0] : ends[1]], program.outvars[ends[1] :]
     values = dict(zip([*program.constvars, *program.invars], [*traced.consts, *inputs], strict=True))
 
     def read(atoms: list[Any]) -> list[Any]:
@@ -70,12 +70,11 @@ def run_and_commit(
     def choose(value: Any, before: Any) -> Any:
         return value if commit is True else jnp.where(commit, value, before)
 
-    sources = {atom for atom in sent if isinstance(atom, Var)}
-    known = 1 + max((i for i, equation in enumerate(program.eqns) if sources & {*equation.outvars}), default=-1)
-    for equation in program.eqns[:known]:
+    first, rest = _split(program, judged)
+    for equation in first:
         values |= _evaluate(program, equation, values)
-    total_recv_tokens = jax.tree.unflatten(demand_structure, read(sent))
-    commit = decide(total_recv_tokens)
+    evidence = jax.tree.unflatten(jax.tree.structure(evidence), read(judged))
+    commit = decide(evidence)
 
     # A leaf that is known by now, or stands in several places, is chosen at the end.
     uses = collections.Counter(map(id, new))
@@ -84,7 +83,7 @@ def run_and_commit(
         for atom, before in zip(new, old, strict=True)
         if isinstance(atom, Var) and atom not in values and uses[id(atom)] == 1
     }
-    for equation in program.eqns[known:]:
+    for equation in rest:
         computed = _evaluate(program, equation, values)
         values |= {var: choose(value, early[var]) if var in early else value for var, value in computed.items()}
     leaves = [
@@ -92,7 +91,21 @@ def run_and_commit(
         for atom, value, before in zip(new, read(new), old, strict=True)
     ]
     state = jax.tree.unflatten(jax.tree.structure(new_state), leaves)
-    return state, total_recv_tokens, jax.tree.unflatten(jax.tree.structure(metrics), read(told)), commit
+    return state, evidence, jax.tree.unflatten(jax.tree.structure(metrics), read(told)), commit
+
+
+def _split(program: Jaxpr, wanted: list[Any]) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
+    """The equations that ``wanted`` is computed from, and all others. Side effects keep their order."""
+    needed = {atom for atom in wanted if isinstance(atom, Var)}
+    first: list[JaxprEqn] = []
+    rest: list[JaxprEqn] = []
+    for equation in reversed(program.eqns):
+        if needed & {*equation.outvars} or (first and equation.effects):
+            needed |= {atom for atom in equation.invars if isinstance(atom, Var)}
+            first.append(equation)
+        else:
+            rest.append(equation)
+    return first[::-1], rest[::-1]
 
 
 def _evaluate(program: Jaxpr, equation: JaxprEqn, values: dict[Var, Any]) -> dict[Var, Any]:

@@ -1,6 +1,7 @@
 """Policies by name: the config of a run chooses one and gives its numbers.
 
-A config is a mapping of the name and the fields of the dataclass, as YAML or JSON hold it.
+A config is a mapping of the name and the fields of the dataclass, as YAML or JSON hold it. The field of a policy that
+is itself a policy, as of a `Decorator`, is again a config.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import Any, TypeVar
 from policies.adaptive_grow import AdaptiveGrow
 from policies.base import CapacityPolicy
 from policies.drop import Drop
+from policies.rejection_alarm import RejectionAlarm
 from policies.retry_dropless import RetryDropless
+from policies.skip_non_finite import SkipNonFinite
 from policies.static_factor import StaticFactor
 
 PolicyClass = TypeVar("PolicyClass", bound=type[CapacityPolicy])
@@ -22,6 +25,8 @@ _REGISTRY: dict[str, type[CapacityPolicy]] = {
     "drop": Drop,
     "retry_dropless": RetryDropless,
     "adaptive_grow": AdaptiveGrow,
+    "skip_non_finite": SkipNonFinite,
+    "rejection_alarm": RejectionAlarm,
 }
 
 
@@ -79,6 +84,8 @@ def from_config(config: Mapping[str, Any]) -> CapacityPolicy:
     Example:
       >>> from_config({"name": "retry_dropless", "factor": 1.25})
       RetryDropless(factor=1.25, scope='step')
+      >>> from_config({"name": "rejection_alarm", "inner": {"name": "drop", "factor": 2.0}}).inner
+      Drop(factor=2.0)
     """
     if not isinstance(config, Mapping) or config.get("name") not in names():
         raise ValueError(f'a policy config needs a "name", one of {names()}; got {config!r}')
@@ -92,7 +99,17 @@ def from_config(config: Mapping[str, Any]) -> CapacityPolicy:
         raise ValueError(
             f"the policy {config['name']!r} takes the keys {tuple(fields)}; unknown {unknown}, missing {missing}"
         )
-    return cls(**given)
+    return cls(**{key: _read(f"{config['name']}.{key}", value) for key, value in given.items()})
+
+
+def _read(name: str, value: Any) -> Any:
+    """The value of one field: a mapping is the config of a policy."""
+    if not isinstance(value, Mapping):
+        return value
+    try:
+        return from_config(value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def to_config(policy: CapacityPolicy) -> dict[str, Any]:
@@ -108,4 +125,10 @@ def to_config(policy: CapacityPolicy) -> dict[str, Any]:
     name = next((name for name, cls in _REGISTRY.items() if cls is type(policy)), None)
     if name is None:
         raise ValueError(f"{type(policy).__name__} is not registered; do so with policies.register(name)")
-    return {"name": name, **dataclasses.asdict(policy)}  # type: ignore[call-overload]
+    keys = [field.name for field in dataclasses.fields(policy)]  # type: ignore[arg-type]
+    return {"name": name, **{key: _write(getattr(policy, key)) for key in keys}}
+
+
+def _write(value: Any) -> Any:
+    """The inverse of ``_read``."""
+    return to_config(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]

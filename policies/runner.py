@@ -25,20 +25,22 @@ from moe_blocks.capacity import Capacity, CapacitySpec, positive_int
 from policies.base import CapacityPolicy, PolicyState, Report, checked_update
 from policies.commit import Step
 from policies.programs import Programs
-from policies.transaction import Carry, place
+from policies.transaction import Carry, Outcome, place
 
 
 @dataclasses.dataclass(frozen=True)
 class StepReport:
-    """One accepted step.
+    """One step that is done: accepted, or skipped.
 
     Attributes:
-      step: its number.
-      metrics: what the accepted attempt returned: device arrays, not read yet.
-      capacity: of the accepted attempt.
-      demand: of the accepted attempt, in assignments.
+      step: its number, which is also that of its batch.
+      metrics: what the last attempt returned: device arrays, not read yet. In a skipped step those that are computed
+        from the new state are of the old one instead.
+      capacity: of the last attempt.
+      demand: of the last attempt, in assignments.
       overflow: whether the first attempt overflowed its capacity.
-      rejected: the attempts before the accepted one.
+      rejected: the attempts before the last one.
+      skipped: whether the training state is the one before it, since its numbers were not valid.
     """
 
     step: int
@@ -47,6 +49,7 @@ class StepReport:
     demand: int
     overflow: bool
     rejected: tuple[Report, ...] = ()
+    skipped: bool = False
 
     @property
     def attempts(self) -> int:
@@ -73,7 +76,7 @@ class _Flight(NamedTuple):
 class StepRunner:
     """Runs training steps under a capacity policy, each as one transaction.
 
-    For every ``lag`` the accepted states and metrics are those of ``lag=0``, and a rejection wastes at most
+    For every ``lag`` the accepted states and metrics are those of ``lag=0``, and a rejection or a skip wastes at most
     ``lag`` dispatched steps. One exception follows from the lag itself: where a policy changes the capacity
     after an *accepted* step (``AdaptiveGrow`` with ``on_overflow="drop"``, or when it shrinks), the change
     reaches the steps that are dispatched later, ``lag`` steps behind.
@@ -175,11 +178,12 @@ class StepRunner:
           batches: pytrees of arrays, NumPy or jax; another shape (a shorter last batch) is another program.
 
         Yields:
-          One ``StepReport`` per accepted step, in order.
+          One ``StepReport`` per batch, in order.
 
         Raises:
           CapacityOverflowError: from a policy that cannot go on. ``runner.state`` is then the state before
             that step; neither its batch nor those behind it were applied.
+          NonFiniteError: from `SkipNonFinite`, after too many skipped steps. Likewise.
           ValueError: if the step breaks its contract, or a batch does not suit it. Likewise.
         """
         self.start(state)
@@ -245,22 +249,26 @@ class StepRunner:
     def _settle(self) -> None:
         """Reads the verdict on the oldest step in flight, and counts it or puts it back."""
         (batch, rejected), capacity, verdict, metrics = self._flying[0]
-        committed, demand = (int(number) for number in jax.device_get(verdict))  # the only wait
-        report = Report(self._next, len(rejected), demand, capacity, bool(committed))
+        outcome, demand = (int(number) for number in jax.device_get(verdict))  # the only wait
+        report = Report(self._next, len(rejected), demand, capacity, accepted=outcome != Outcome.REJECTED)
+        skipped = outcome == Outcome.SKIPPED
         with _uninterrupted():
-            if report.accepted:
-                self._policy_state = checked_update(self.policy, self._policy_state, report)
-                overflow = (*rejected, report)[0].overflow
-                self._reports.append(StepReport(self._next, metrics, capacity, demand, overflow, rejected))
-                self._flying.popleft()
-                self._next += 1
-            else:  # this step changed nothing, nor did those behind it
-                behind = [*(flight.waited for flight in self._flying), *self._waiting][1:]
+            again: list[_Waiting] = []
+            if outcome != Outcome.COMMITTED:  # this step changed nothing, nor did those behind it
+                again = [*(flight.waited for flight in self._flying), *self._waiting][1:]
                 self._carry = self._carry._replace(alive=_armed(verdict.sharding))
                 self._flying.clear()
                 self._waiting.clear()
-                self._policy_state = checked_update(self.policy, self._policy_state, report)
-                self._waiting.extend([_Waiting(batch, (*rejected, report)), *behind])
+            self._policy_state = checked_update(self.policy, self._policy_state, report, skipped=skipped)
+            if report.accepted:
+                overflow = (*rejected, report)[0].overflow
+                self._reports.append(StepReport(self._next, metrics, capacity, demand, overflow, rejected, skipped))
+                self._next += 1
+            else:
+                again.insert(0, _Waiting(batch, (*rejected, report)))
+            if outcome == Outcome.COMMITTED:
+                self._flying.popleft()
+            self._waiting.extend(again)
 
 
 def _armed(where: jax.sharding.Sharding | None) -> jax.Array:

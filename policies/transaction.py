@@ -8,7 +8,7 @@ memory is that of a step without retry. Steps that were dispatched behind a reje
 
 from __future__ import annotations
 
-import functools
+import enum
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -19,7 +19,15 @@ from jaxtyping import Array, Int32, PyTree
 
 from moe_blocks.capacity import Capacity
 from policies.base import CapacityPolicy, Demand, Verdict, peak_demand
-from policies.commit import Step, run_and_commit
+from policies.commit import STEP, Step, run_and_commit, unpack
+
+
+class Outcome(enum.IntEnum):
+    """What became of a step. Only of one that was committed the state keeps anything."""
+
+    REJECTED = 0  # it is run again, and what was dispatched behind it too
+    COMMITTED = 1
+    SKIPPED = 2  # only what was dispatched behind it is run again
 
 
 class Carry(NamedTuple):
@@ -39,19 +47,19 @@ def transaction(
 ) -> Callable[[Carry, Any], tuple[Carry, Int32[Array, " 2"], Any]]:
     """Wraps a step so that it commits itself or leaves no trace.
 
-    With ``commit = alive and accepted``, every leaf of the new state is ``where(commit, new, old)``. A
-    policy that cannot reject at any of its capacities gets the bare step: no latch and no choice.
+    With ``commit = alive and accepted and valid``, every leaf of the new state is ``where(commit, new, old)``. A
+    policy that cannot reject at any of its capacities, nor skip, gets the bare step: no latch and no choice.
 
     Args:
       step: pure, ``step(state, batch, *, capacity) -> (new_state, total_recv_tokens, metrics)``.
-      policy: whose ``accept`` decides.
+      policy: whose ``accept`` and ``valid`` decide.
       capacity: of this program.
       capacities: every one that the policy may ask for. If it may reject at one of them, the programs
         of all of them honour the latch.
 
     Returns:
       A pure function ``(carry, batch) -> (carry, verdict, metrics)``. The verdict ``<int32>[2]`` is
-      (1 if the step was committed else 0, peak demand in assignments).
+      (`Outcome`, peak demand in assignments).
 
     Raises:
       ValueError: when traced, if the step does not return its three values, changes the structure,
@@ -59,21 +67,34 @@ def transaction(
     """
 
     def run(carry: Carry, batch: Any) -> tuple[Carry, Int32[Array, " 2"], Any]:
-        def decide(demand: Demand) -> Verdict:
-            if not may_reject(policy, demand, capacities):
-                return True
-            accepted = policy.accept(demand, capacity)
-            if shape := jnp.shape(accepted):
-                raise ValueError(f"{policy}.accept must return one verdict for all layers and ranks, got shape {shape}")
-            return carry.alive & accepted
+        def judged(state: Any, batch: Any) -> tuple[Any, tuple[Demand, Verdict | None], Any]:
+            new_state, demand, metrics = unpack(step(state, batch, capacity=capacity), STEP)
+            valid = policy.valid(metrics)
+            return new_state, (demand, None if valid is True else single(policy, "valid", valid)), metrics
 
-        bound = functools.partial(step, capacity=capacity)
-        state, total_recv_tokens, metrics, commit = run_and_commit(bound, decide, carry.state, batch)
-        alive = carry.alive if commit is True else commit
-        verdict = jnp.stack([jnp.asarray(commit, jnp.int32), peak_demand(total_recv_tokens)])
-        return Carry(alive, state), verdict, metrics
+        def accepts(demand: Demand) -> Verdict:
+            return carry.alive & single(policy, "accept", policy.accept(demand, capacity))
+
+        def decide(evidence: tuple[Demand, Verdict | None]) -> Verdict:
+            demand, valid = evidence
+            if valid is None:
+                return not may_reject(policy, demand, capacities) or accepts(demand)
+            return accepts(demand) & valid
+
+        state, (demand, valid), metrics, commit = run_and_commit(judged, decide, carry.state, batch)
+        alive, outcome = carry.alive if commit is True else commit, jnp.asarray(commit, jnp.int32)
+        if valid is not None:
+            outcome = jnp.where(accepts(demand) & ~valid, jnp.int32(Outcome.SKIPPED), outcome)
+        return Carry(alive, state), jnp.stack([outcome, peak_demand(demand)]), metrics
 
     return run
+
+
+def single(policy: CapacityPolicy, method: str, verdict: Verdict) -> Verdict:
+    """The verdict, if it is one."""
+    if shape := jnp.shape(verdict):
+        raise ValueError(f"{policy}.{method} must return one verdict for all layers and ranks, got shape {shape}")
+    return verdict
 
 
 def may_reject(policy: CapacityPolicy, total_recv_tokens: Demand, capacities: tuple[Capacity, ...]) -> bool:

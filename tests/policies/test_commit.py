@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import given
+from jax.experimental import io_callback
 
 from moe_blocks.capacity import Capacity
 from policies import RetryDropless
@@ -124,6 +125,39 @@ def test_later_parts_of_the_step_read_the_chosen_leaf() -> None:
     assert order[-4:] == ["add", "_where", "mul", "_where"]
     choice, product = jaxpr.eqns[-3:-1]
     assert choice.outvars[0] in product.invars
+
+
+def test_what_decides_is_evaluated_first_wherever_it_stands() -> None:
+    def step(state: Any, batch: Any) -> Any:
+        m = state["m"] + 1.0
+        w = state["w"] * m
+        return {"m": m, "w": w}, jnp.floor(batch), {}
+
+    def at_most_one(demand: Any) -> Any:
+        return demand <= 1
+
+    state = {"m": jnp.float32(1), "w": jnp.float32(1)}
+    jaxpr = jax.make_jaxpr(lambda s, b: run_and_commit(step, at_most_one, s, b)[0])(state, jnp.float32(1))
+    order = [str(equation.params.get("name", equation.primitive)) for equation in jaxpr.eqns]
+    assert order == ["floor", "le", "add", "_where", "mul", "_where"]
+
+
+def test_side_effects_keep_their_order() -> None:
+    seen: list[str] = []
+
+    def note(name: str) -> None:
+        io_callback(lambda: seen.append(name), None, ordered=True)
+
+    def step(state: Any, batch: Any) -> Any:
+        note("before")
+        state = state + 1.0
+        demand = io_callback(lambda b: (seen.append("demand"), b)[1], batch, batch, ordered=True)
+        note("after")
+        return state, demand, {}
+
+    jax.jit(lambda s, b: run_and_commit(step, at_most_four, s, b))(1.0, jnp.int32(2))[0].block_until_ready()
+    jax.effects_barrier()
+    assert seen == ["before", "demand", "after"]
 
 
 def test_named_scopes_are_kept_for_the_profiler() -> None:

@@ -26,12 +26,33 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> None:
             {"name": "adaptive_grow", "initial_factor": 0.5, "growth": 1.5, "patience": 3, "on_overflow": "drop"},
             policies.AdaptiveGrow(0.5, 1.5, 3, "drop"),
         ),
+        ({"name": "skip_non_finite", "inner": {"name": "drop", "factor": 1}}, policies.SkipNonFinite(policies.Drop(1))),
+        (
+            {
+                "name": "rejection_alarm",
+                "inner": {
+                    "name": "skip_non_finite",
+                    "inner": {"name": "retry_dropless", "factor": 1.25, "scope": "step"},
+                    "watch": ("loss",),
+                    "max_consecutive": 3,
+                },
+                "rejections": 5,
+                "window": 10,
+                "action": "raise",
+            },
+            policies.RejectionAlarm(
+                policies.SkipNonFinite(policies.RetryDropless(1.25), ("loss",), 3),
+                rejections=5,
+                window=10,
+                action="raise",
+            ),
+        ),
     ],
 )
 def test_round_trip(given: dict, policy: policies.CapacityPolicy) -> None:
     assert policies.from_config(given) == policy
     full = policies.to_config(policy)
-    assert given.items() <= full.items()
+    assert set(given) <= set(full) and policies.to_config(policies.from_config(full)) == full
     assert policies.from_config(json.loads(json.dumps(full))) == policy
     assert hash(policies.from_config(full)) == hash(policy)
 
@@ -39,7 +60,7 @@ def test_round_trip(given: dict, policy: policies.CapacityPolicy) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"factor": 1.0}, r'needs a "name", one of \(.static_factor.*adaptive_grow.\); got \{.factor'),
+        ({"factor": 1.0}, r'needs a "name", one of \(.static_factor.*rejection_alarm.\); got \{.factor'),
         ({"name": "retry", "factor": 1.0}, r"one of \(.static_factor.*got .*.name.: .retry."),
         ({"name": ["drop"]}, r'needs a "name", one of'),
         ("drop", r'needs a "name", one of .* got .drop.'),
@@ -54,6 +75,19 @@ def test_round_trip(given: dict, policy: policies.CapacityPolicy) -> None:
         ),
         ({"name": "drop"}, r"unknown \[\], missing \['factor'\]"),
         ({"name": "drop", "factor": 0}, r"Drop.factor must be a finite number above 0, got 0"),
+        ({"name": "skip_non_finite"}, r"unknown \[\], missing \['inner'\]"),
+        (
+            {"name": "skip_non_finite", "inner": "drop"},
+            r"SkipNonFinite.inner must be a policy, in a config a mapping .* got 'drop'",
+        ),
+        (
+            {"name": "skip_non_finite", "inner": {"name": "drop", "factor": -1}},
+            r"^skip_non_finite.inner: Drop.factor must be .* got -1",
+        ),
+        (
+            {"name": "rejection_alarm", "inner": {"name": "skip_non_finite", "inner": {"name": "dorp"}}},
+            r"^rejection_alarm.inner: skip_non_finite.inner: a policy config needs .* got \{'name': 'dorp'\}",
+        ),
     ],
 )
 def test_a_bad_config_is_told_what_is_valid(given: object, message: str) -> None:
@@ -87,6 +121,8 @@ def test_register_refuses() -> None:
         policies.register("x")(NotFrozen)
     with pytest.raises(ValueError, match=r"NotFrozen is not registered; do so with policies.register"):
         policies.to_config(_unregistered())
+    with pytest.raises(ValueError, match=r"NotFrozen is not registered"):
+        policies.to_config(policies.SkipNonFinite(_unregistered()))
 
 
 def _unregistered() -> policies.CapacityPolicy:

@@ -18,7 +18,7 @@ from moe_blocks.capacity import Capacity, CapacitySpec
 from policies import CapacityOverflowError, CapacityPolicy, PolicyState, Report
 
 FACTORS = st.sampled_from([0.01, 0.125, 0.5, 1.0, 1.25, 2.0, 7.5, 1000.0])
-EXAMPLES = {
+PLAIN = {
     "static_factor": st.builds(policies.StaticFactor, st.none() | FACTORS),
     "drop": st.builds(policies.Drop, st.none() | FACTORS),
     "retry_dropless": st.builds(policies.RetryDropless, st.none() | FACTORS, st.sampled_from(["step", "layer"])),
@@ -30,6 +30,11 @@ EXAMPLES = {
         st.sampled_from(["retry", "drop"]),
     ),
 }
+SKIPPING = st.builds(policies.SkipNonFinite, st.one_of(*PLAIN.values()), st.just(("loss",)), st.integers(1, 3))
+ALARMED = st.builds(policies.RejectionAlarm, st.one_of(*PLAIN.values(), SKIPPING), st.integers(1, 3), st.integers(1, 5))
+EXAMPLES = PLAIN | {"skip_non_finite": SKIPPING, "rejection_alarm": ALARMED}
+# The alarm is not what these tests are about.
+pytestmark = pytest.mark.filterwarnings("ignore::policies.RunawayRouterWarning")
 SPECS = st.builds(
     lambda tokens, ep, scope: CapacitySpec(tokens, 2 * ep, 2, ep, scope=scope, multiple_of=4),
     st.integers(1, 40),
@@ -146,6 +151,20 @@ def test_state_survives_being_saved(name: str, data: Any, spec: CapacitySpec, lo
             assert hash(policy.capacity(saved)) == hash(report.capacity)
             assert policy.update(saved, report).plain() == after
             assert policy.resume(spec, saved) == before
+
+
+@every_policy
+@given(data=st.data(), spec=SPECS, loads=LOADS)
+def test_to_a_policy_a_skipped_step_never_was(name: str, data: Any, spec: CapacitySpec, loads: list[float]) -> None:
+    def choice(state: PolicyState) -> PolicyState:
+        return state._replace(skips=0, recent=0)
+
+    policy = data.draw(EXAMPLES[name])
+    for before, report, after in run(policy, spec, loads):
+        if report.accepted:
+            skipped = policy.skip(before, report)
+            assert choice(skipped) == choice(after if report.attempt else before)
+            assert all(type(leaf) is int for leaf in jax.tree.leaves(skipped))
 
 
 @every_policy

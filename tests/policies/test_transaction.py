@@ -12,13 +12,14 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from moe_blocks.capacity import Capacity
-from policies import AdaptiveGrow, CapacityPolicy, Drop, RetryDropless, StaticFactor
+from policies import AdaptiveGrow, CapacityPolicy, Drop, RetryDropless, SkipNonFinite, StaticFactor
 from policies.transaction import Carry, layout_of, may_reject, place, transaction
 from tests.policies import toy
 
 POLICY = RetryDropless(1.0)
 CAPACITIES = POLICY.capacities(POLICY.init(toy.SPEC))
 CAPPED, FALLBACK = CAPACITIES
+SKIPPING = SkipNonFinite(POLICY, watch=("loss",))
 
 
 def compiled(policy: CapacityPolicy, capacity: Capacity) -> Any:
@@ -119,6 +120,15 @@ def test_a_policy_may_judge_the_whole_demand() -> None:
     run = jax.jit(transaction(step, Tolerant(1.0), CAPPED, CAPACITIES))
     verdicts = [run(Carry(jnp.array(True), jnp.int32(0)), jnp.array([4, d]))[1].tolist() for d in (4, 5, 6)]
     assert verdicts == [[1, 4], [1, 5], [0, 6]]
+
+
+def test_a_policy_that_only_skips_honours_the_latch() -> None:
+    run = compiled(SkipNonFinite(Drop(1.0), watch=("loss",)), CAPPED)
+    before, [batch] = fresh(), toy.batches(5)
+    for alive, number, verdict in [(True, 1.0, [1, 5]), (True, np.nan, [2, 5]), (False, 1.0, [0, 5])]:
+        after, told, _ = run(Carry(jnp.array(alive), fresh()), batch | {"x": batch["x"] * np.float32(number)})
+        assert told.tolist() == verdict
+        assert bool(after.alive) == (verdict[0] == 1) == (not toy.same_bits(after.state, before))
 
 
 def test_a_policy_must_reduce_its_verdict() -> None:
@@ -238,6 +248,7 @@ def test_pol_1_the_state_stays_donated_and_the_peak_is_that_of_a_step_without_re
         "retry, donated": jax.jit(retry, donate_argnums=0),
         "retry, chosen after the step": jax.jit(chosen_afterwards, donate_argnums=0),
         "retry, donation off": jax.jit(retry),
+        "retry and skip, donated": jax.jit(transaction(adam_step, SKIPPING, CAPPED, CAPACITIES), donate_argnums=0),
     }
     compiled = {name: program.lower(carry, batch).compile() for name, program in programs.items()}
     held = {name: program.memory_analysis().peak_memory_in_bytes for name, program in compiled.items()}
@@ -246,19 +257,20 @@ def test_pol_1_the_state_stays_donated_and_the_peak_is_that_of_a_step_without_re
     for name in programs:
         print(f"{name:30} arguments and outputs {held[name]:10,}   with temporaries {total[name]:10,}")
 
-    bare_name, armed_name, afterwards_name, undonated_name = programs
-    assert [aliases(compiled[name]) for name in (bare_name, armed_name)] == [count + 1, count + 1]
+    bare_name, armed_name, afterwards_name, undonated_name, skipping_name = programs
+    assert [aliases(compiled[name]) for name in (bare_name, armed_name, skipping_name)] == [count + 1] * 3
     assert "input_output_alias" not in compiled[undonated_name].as_text()
     # The price of having a retry at hand: a few scalars. (The contract allows 15%.)
-    assert total[armed_name] <= total[bare_name] + 1024
-    assert held[armed_name] <= held[bare_name] + 1024
+    for name in (armed_name, skipping_name):
+        assert total[name] <= total[bare_name] + 1024
+        assert held[name] <= held[bare_name] + 1024
     # What it would cost to keep the old state instead, and to choose after the step.
     assert held[undonated_name] >= 1.8 * held[armed_name]
     assert total[undonated_name] >= total[armed_name] + 0.7 * size
     assert total[afterwards_name] >= total[armed_name] + 0.15 * size
 
 
-@pytest.mark.parametrize("policy", [POLICY, Drop(1.0)])
+@pytest.mark.parametrize("policy", [POLICY, Drop(1.0), SKIPPING])
 def test_every_leaf_of_every_kind_is_aliased(policy: CapacityPolicy) -> None:
     lowered = compiled(policy, CAPPED).lower(Carry(jnp.array(True), fresh()), toy.batches(5)[0])
     leaves = jax.tree.leaves(fresh())
@@ -266,7 +278,7 @@ def test_every_leaf_of_every_kind_is_aliased(policy: CapacityPolicy) -> None:
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("policy", [POLICY, Drop(1.0)])
+@pytest.mark.parametrize("policy", [POLICY, Drop(1.0), SKIPPING])
 def test_pol_12_one_more_reduction_than_the_bare_step_however_deep(kind: AxisType, policy: CapacityPolicy) -> None:
     sharding = NamedSharding(mesh_of_eight(kind), PartitionSpec(("data", "expert")))
     x, w = (jax.device_put(array, sharding) for array in (np.arange(8, dtype=np.float32), np.ones(8, np.float32)))
