@@ -105,6 +105,42 @@ class Capacity:
         """Whether a buffer that ``demand`` assignments want is too small. Exactly full fits."""
         return self.slots is not None and demand > self.slots
 
+    def layer(self, index: int) -> Capacity:
+        """The capacity of one layer: this one. A model that asks so may be given `LayerCapacities` as well."""
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCapacities(Capacity):
+    """A capacity for each MoE layer of a model whose layers are not scanned; ``slots`` are those of the largest.
+
+    Attributes:
+      layers: in the order in which the step returns their ``total_recv_tokens``.
+
+    Example:
+      >>> capacity = LayerCapacities.of((Capacity(8), Capacity(16)))
+      >>> capacity.slots, capacity.layer(0).slots
+      (16, 8)
+    """
+
+    layers: tuple[Capacity, ...] = ()
+
+    @classmethod
+    def of(cls, layers: tuple[Capacity, ...]) -> LayerCapacities:
+        """Those of the layers together."""
+        slots = [capacity.slots for capacity in layers]
+        return cls(None if None in slots else max(held for held in slots if held is not None), layers=layers)
+
+    def layer(self, index: int) -> Capacity:
+        """The capacity of one layer.
+
+        Raises:
+          ValueError: if there is no such layer.
+        """
+        if not 0 <= index < len(self.layers):
+            raise ValueError(f"layer must be one of the {len(self.layers)} that have a capacity, from 0, got {index}")
+        return self.layers[index]
+
 
 def fallback(slots: int, dropless: int) -> Capacity:
     """Dropless, in as many chunks as keep the buffers no larger than those of ``slots``.

@@ -52,6 +52,8 @@ class Report(NamedTuple):
       demand: largest entry of ``total_recv_tokens`` over layers and ranks, in assignments.
       capacity: what the attempt was compiled for.
       accepted: whether the step counts. If not, the training state is the one before it.
+      by_layer: largest entry over ranks of each layer, in the order of the step's ``total_recv_tokens``; () where only
+        the largest of all is known.
     """
 
     step: int
@@ -59,11 +61,17 @@ class Report(NamedTuple):
     demand: int
     capacity: Capacity
     accepted: bool
+    by_layer: tuple[int, ...] = ()
+
+    @property
+    def demands(self) -> tuple[int, ...]:
+        """The demand of each layer, or that of all as if they were one."""
+        return self.by_layer or (self.demand,)
 
     @property
     def overflow(self) -> bool:
         """Whether some buffer was too small for what the router sent it."""
-        return self.capacity.overflows(self.demand)
+        return any(self.capacity.layer(i).overflows(demand) for i, demand in enumerate(self.demands))
 
 
 class PolicyState(NamedTuple):
@@ -75,12 +83,15 @@ class PolicyState(NamedTuple):
     Attributes:
       ladder: slots of every rung, increasing; the last one is dropless.
       balanced: slots that a balanced router needs, to tell slots as a factor.
-      slots: the rung of the next step.
+      slots: the rung of the next step, of the layer with the largest where they differ.
       quiet: consecutive accepted steps that the next lower rung would have served.
       overflows: attempts so far whose demand exceeded their capacity.
       rejections: attempts so far that were rejected.
       skips: consecutive steps up to the last one that were skipped.
       recent: attempts that were rejected in the present window of `RejectionAlarm`.
+      profile: the rung of each layer in the next step; () where all have the same.
+      profiles: every profile that was used so far.
+      seen: the largest demand of each layer in the steps that ``quiet`` counts.
 
     Example:
       >>> state = PolicyState(ladder=(4, 8, 16), balanced=4, slots=8)
@@ -98,6 +109,9 @@ class PolicyState(NamedTuple):
     rejections: int = 0
     skips: int = 0
     recent: int = 0
+    profile: tuple[int, ...] = ()
+    profiles: tuple[tuple[int, ...], ...] = ()
+    seen: tuple[int, ...] = ()
 
     @property
     def factor(self) -> float:
@@ -105,8 +119,8 @@ class PolicyState(NamedTuple):
         return int(self.slots) / int(self.balanced)
 
     def plain(self) -> PolicyState:
-        """The same state with Python ints for leaves."""
-        return PolicyState(tuple(map(int, self.ladder)), *map(int, self[1:]))
+        """The same state with Python ints for leaves, in tuples."""
+        return PolicyState(*map(_plain, self))
 
     def to_json(self) -> str:
         """Text that ``from_json`` reads back."""
@@ -138,6 +152,10 @@ class PolicyState(NamedTuple):
         return cls(**fields).plain()
 
 
+def _plain(value: Any) -> Any:
+    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else int(value)
+
+
 class CapacityOverflowError(RuntimeError):
     """A step overflowed and its policy has no larger capacity to offer. The step was not applied.
 
@@ -155,8 +173,10 @@ class CapacityOverflowError(RuntimeError):
     @classmethod
     def of(cls, state: PolicyState, report: Report) -> CapacityOverflowError:
         """The error for a rejected attempt."""
-        factor = math.ceil(Fraction(report.demand * 10_000, int(state.balanced))) / 10_000
-        return cls(report.step, report.demand, report.capacity.slots or int(state.ladder[-1]), factor)
+        held = (report.capacity.layer(i).slots or int(state.ladder[-1]) for i in range(len(report.demands)))
+        demand, slots = max(zip(report.demands, held, strict=True), key=lambda pair: Fraction(*pair))
+        factor = math.ceil(Fraction(demand * 10_000, int(state.balanced))) / 10_000
+        return cls(report.step, demand, slots, factor)
 
     def __str__(self) -> str:
         return (
@@ -253,14 +273,19 @@ class CapacityPolicy(abc.ABC):
             return saved._replace(balanced=fresh.balanced)
         grown = saved.slots > saved.ladder[0]
         slots = rungs.fitting(fresh.ladder, saved.slots) if grown else fresh.slots
-        return saved._replace(ladder=fresh.ladder, balanced=fresh.balanced, slots=slots, quiet=0)
+        profile = tuple(rungs.fitting(fresh.ladder, slots) for slots in saved.profile)
+        saved = saved._replace(ladder=fresh.ladder, balanced=fresh.balanced, slots=slots, quiet=0)
+        return saved._replace(profile=profile, profiles=(), seen=())
 
     def capacity(self, state: PolicyState) -> Capacity:
         """What the next step is compiled for."""
         return rungs.rung(state.ladder, state.slots)
 
     def capacities(self, state: PolicyState) -> tuple[Capacity, ...]:
-        """Every capacity that the policy may ever ask for, smallest first."""
+        """Every capacity that the policy may ever ask for, smallest first and the dropless one last.
+
+        One that holds a capacity for each layer knows here those that it has asked for so far.
+        """
         return tuple(self.capacity(state._replace(slots=slots)) for slots in state.ladder)
 
 
@@ -278,12 +303,10 @@ def checked_update(policy: CapacityPolicy, state: PolicyState, report: Report, *
       RuntimeError: if the next capacity is not one of ``capacities``, or not larger after a rejection.
     """
     name, after = type(policy).__name__, (policy.skip if skipped else policy.update)(state, report)
-    capacity, valid = policy.capacity(after), policy.capacities(state)
+    capacity, valid = policy.capacity(after), policy.capacities(after)
     if capacity not in valid:
         raise RuntimeError(f"{name}.update chose {capacity}, which is none of its capacities {valid}")
-    tried = report.capacity.slots
-    larger = tried is not None and (capacity.slots is None or capacity.slots > tried)
-    if not report.accepted and not larger:
+    if not report.accepted and not _larger(capacity, report.capacity, len(report.demands)):
         raise RuntimeError(
             f"{name}.update answered the rejection of {report.capacity} at step {report.step} with {capacity}, so the "
             "step would be tried for ever; return a state with a larger rung of state.ladder"
@@ -291,31 +314,54 @@ def checked_update(policy: CapacityPolicy, state: PolicyState, report: Report, *
     return after
 
 
+def _larger(capacity: Capacity, than: Capacity, layers: int) -> bool:
+    """Whether some layer has more slots, and none has fewer."""
+    new, old = (
+        [math.inf if (slots := c.layer(i).slots) is None else slots for i in range(layers)] for c in (capacity, than)
+    )
+    return new != old and all(after >= before for after, before in zip(new, old, strict=True))
+
+
 def fits(total_recv_tokens: Demand, capacity: Capacity) -> Verdict:
     """Whether no buffer overflowed: Python True where none can. Exactly full fits."""
-    return True if capacity.slots is None else peak_demand(total_recv_tokens) <= capacity.slots
+    demands = jax.eval_shape(layer_demands, total_recv_tokens).shape[0]
+    slots = [capacity.layer(i).slots for i in range(demands)]
+    if slots.count(None) == demands:
+        return True
+    room = jnp.array([jnp.iinfo(jnp.int32).max if held is None else held for held in slots], jnp.int32)
+    return (layer_demands(total_recv_tokens) <= room).all()
 
 
 def peak_demand(total_recv_tokens: Demand) -> Int32[Array, ""]:
-    """The largest demand on any receive buffer, over all layers and ranks.
+    """The largest demand on any receive buffer, over all layers and ranks; see `layer_demands`.
 
-    The layers are first combined buffer by buffer, which needs no communication, and only then reduced
-    over the buffers: a step over a mesh has one all-reduce for it, however many layers there are.
+    Example:
+      >>> int(peak_demand({"layer_0": jnp.array([3, 9]), "layer_1": jnp.array([[4, 2], [1, 7]])}))
+      9
+    """
+    return layer_demands(total_recv_tokens).max()
+
+
+def layer_demands(total_recv_tokens: Demand) -> Int32[Array, " layers"]:
+    """The largest demand on any receive buffer of each layer, over its ranks.
+
+    Layers whose buffers lie alike are reduced together: a step over a mesh has one all-reduce for all of them.
 
     Args:
       total_recv_tokens: any pytree of ``<int32>[..., num_buffers]``, in assignments; scanned layers may
-        be stacked in front, and a scalar is taken as it is.
+        be stacked in front, and a scalar is taken as it is. The order is that of ``jax.tree.leaves``: a list keeps its
+        own, a mapping is sorted by its keys.
 
     Returns:
-      ``<int32>[]``.
+      ``<int32>[layers]``.
 
     Raises:
       ValueError: if there is no demand at all, or a leaf is empty or not int32. Such a step could
         never be seen to overflow.
 
     Example:
-      >>> int(peak_demand({"layer_0": jnp.array([3, 9]), "layer_1": jnp.array([[4, 2], [1, 7]])}))
-      9
+      >>> layer_demands([jnp.array([3, 9]), jnp.array([[4, 2], [1, 7]])]).tolist()
+      [9, 4, 7]
     """
     leaves = [(jax.tree_util.keystr(path), x) for path, x in jax.tree_util.tree_leaves_with_path(total_recv_tokens)]
     if not leaves:
@@ -323,7 +369,9 @@ def peak_demand(total_recv_tokens: Demand) -> Int32[Array, ""]:
             "total_recv_tokens holds no array, so an overflow would go unseen; return the total_recv_tokens of every "
             f"MoE layer from the step, got {total_recv_tokens!r}"
         )
-    groups: dict[Any, Array] = {}
+    groups: dict[Any, list[Array]] = {}
+    places: dict[Any, list[int]] = {}
+    count = 0
     for path, leaf in leaves:
         array = jnp.asarray(leaf)
         if array.dtype != jnp.int32 or not array.size:
@@ -331,8 +379,13 @@ def peak_demand(total_recv_tokens: Demand) -> Int32[Array, ""]:
                 f"total_recv_tokens{path} must be a non-empty int32 array of demands in assignments, got "
                 f"{array.dtype}{list(array.shape)}; return the third output of every MoE layer unchanged"
             )
-        buffers = array.max(axis=tuple(range(array.ndim - 1)))  # [num_buffers] or []
-        kind = jax.typeof(buffers)  # equal shapes and shardings combine without communication
-        groups[kind] = jnp.maximum(groups[kind], buffers) if kind in groups else buffers
-    peaks = [buffers.max() for buffers in groups.values()]
-    return peaks[0] if len(peaks) == 1 else jnp.stack(peaks).max()
+        rows = array.reshape(-1, *array.shape[-1:] or (1,)) if array.ndim != 2 else array
+        kind = jax.typeof(rows[0])  # equal shapes and shardings are reduced together
+        groups.setdefault(kind, []).append(rows)
+        places.setdefault(kind, []).extend(range(count, count + rows.shape[0]))
+        count += rows.shape[0]
+    demands = [jnp.concatenate(rows).max(axis=1) for rows in groups.values()]
+    if len(demands) == 1:
+        return demands[0]
+    order = [place for group in places.values() for place in group]
+    return jnp.concatenate(demands)[jnp.argsort(jnp.array(order, jnp.int32))]

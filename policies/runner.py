@@ -41,6 +41,7 @@ class StepReport:
       overflow: whether the first attempt overflowed its capacity.
       rejected: the attempts before the last one.
       skipped: whether the training state is the one before it, since its numbers were not valid.
+      by_layer: the demand of each layer of the last attempt, likewise.
     """
 
     step: int
@@ -50,6 +51,7 @@ class StepReport:
     overflow: bool
     rejected: tuple[Report, ...] = ()
     skipped: bool = False
+    by_layer: tuple[int, ...] = ()
 
     @property
     def attempts(self) -> int:
@@ -69,7 +71,7 @@ class _Flight(NamedTuple):
 
     waited: _Waiting
     capacity: Capacity
-    verdict: jax.Array  # <int32>[2]
+    verdict: jax.Array  # <int32>[1 + layers]
     metrics: Any
 
 
@@ -249,8 +251,10 @@ class StepRunner:
     def _settle(self) -> None:
         """Reads the verdict on the oldest step in flight, and counts it or puts it back."""
         (batch, rejected), capacity, verdict, metrics = self._flying[0]
-        outcome, demand = (int(number) for number in jax.device_get(verdict))  # the only wait
-        report = Report(self._next, len(rejected), demand, capacity, accepted=outcome != Outcome.REJECTED)
+        outcome, *by_layer = (int(number) for number in jax.device_get(verdict))  # the only wait
+        report = Report(
+            self._next, len(rejected), max(by_layer), capacity, outcome != Outcome.REJECTED, tuple(by_layer)
+        )
         skipped = outcome == Outcome.SKIPPED
         with _uninterrupted():
             again: list[_Waiting] = []
@@ -262,7 +266,11 @@ class StepRunner:
             self._policy_state = checked_update(self.policy, self._policy_state, report, skipped=skipped)
             if report.accepted:
                 overflow = (*rejected, report)[0].overflow
-                self._reports.append(StepReport(self._next, metrics, capacity, demand, overflow, rejected, skipped))
+                self._reports.append(
+                    StepReport(
+                        self._next, metrics, capacity, report.demand, overflow, rejected, skipped, report.by_layer
+                    )
+                )
                 self._next += 1
             else:
                 again.insert(0, _Waiting(batch, (*rejected, report)))

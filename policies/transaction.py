@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Int32, PyTree
 
 from moe_blocks.capacity import Capacity
-from policies.base import CapacityPolicy, Demand, Verdict, peak_demand
+from policies.base import CapacityPolicy, Demand, Verdict, layer_demands
 from policies.commit import STEP, Step, run_and_commit, unpack
 
 
@@ -44,7 +44,7 @@ class Carry(NamedTuple):
 
 def transaction(
     step: Step, policy: CapacityPolicy, capacity: Capacity, capacities: tuple[Capacity, ...]
-) -> Callable[[Carry, Any], tuple[Carry, Int32[Array, " 2"], Any]]:
+) -> Callable[[Carry, Any], tuple[Carry, Int32[Array, " verdict"], Any]]:
     """Wraps a step so that it commits itself or leaves no trace.
 
     With ``commit = alive and accepted and valid``, every leaf of the new state is ``where(commit, new, old)``. A
@@ -58,15 +58,15 @@ def transaction(
         of all of them honour the latch.
 
     Returns:
-      A pure function ``(carry, batch) -> (carry, verdict, metrics)``. The verdict ``<int32>[2]`` is
-      (`Outcome`, peak demand in assignments).
+      A pure function ``(carry, batch) -> (carry, verdict, metrics)``. The verdict ``<int32>[1 + layers]`` holds the
+      `Outcome` and the peak demand of each layer, in assignments.
 
     Raises:
       ValueError: when traced, if the step does not return its three values, changes the structure,
         a shape or a dtype of the state, or returns no usable demand, or if the policy does not return one verdict.
     """
 
-    def run(carry: Carry, batch: Any) -> tuple[Carry, Int32[Array, " 2"], Any]:
+    def run(carry: Carry, batch: Any) -> tuple[Carry, Int32[Array, " verdict"], Any]:
         def judged(state: Any, batch: Any) -> tuple[Any, tuple[Demand, Verdict | None], Any]:
             new_state, demand, metrics = unpack(step(state, batch, capacity=capacity), STEP)
             valid = policy.valid(metrics)
@@ -85,7 +85,7 @@ def transaction(
         alive, outcome = carry.alive if commit is True else commit, jnp.asarray(commit, jnp.int32)
         if valid is not None:
             outcome = jnp.where(accepts(demand) & ~valid, jnp.int32(Outcome.SKIPPED), outcome)
-        return Carry(alive, state), jnp.stack([outcome, peak_demand(demand)]), metrics
+        return Carry(alive, state), jnp.concatenate([outcome[None], layer_demands(demand)]), metrics
 
     return run
 

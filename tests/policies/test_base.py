@@ -13,16 +13,25 @@ import pytest
 from hypothesis import example, given
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from moe_blocks.capacity import Capacity, CapacitySpec
+from moe_blocks.capacity import Capacity, CapacitySpec, LayerCapacities
 from policies import AdaptiveGrow, CapacityOverflowError, CapacityPolicy, PolicyState, Report, StaticFactor, peak_demand
 from tests.policies.toy import SPEC
 
 STATE = PolicyState((4, 8, 16), balanced=4, slots=8, quiet=3, overflows=5, rejections=4, skips=2, recent=1)
+LAYERED = STATE._replace(profile=(4, 8), profiles=((4, 8), (8, 8)), seen=(3, 7))
 
 
 def test_report_overflows_beyond_exactly_full() -> None:
     assert [Report(0, 0, demand, Capacity(8), True).overflow for demand in (7, 8, 9)] == [False, False, True]
     assert not Report(0, 0, 10**9, Capacity(None), True).overflow
+
+
+def test_report_of_layers_with_different_capacities() -> None:
+    capacity = LayerCapacities.of((Capacity(4), Capacity(8)))
+    assert not Report(0, 0, 8, capacity, True, by_layer=(4, 8)).overflow
+    assert Report(0, 0, 5, capacity, True, by_layer=(5, 5)).overflow
+    error = CapacityOverflowError.of(STATE, Report(0, 0, 9, capacity, False, by_layer=(7, 9)))
+    assert (error.demand, error.slots, error.factor) == (7, 4, 1.75)  # the layer that lacks most
 
 
 # --- PolicyState
@@ -39,6 +48,7 @@ def test_state_is_a_pytree_of_ints() -> None:
 
 def test_state_through_json() -> None:
     assert PolicyState.from_json(STATE.to_json()) == STATE
+    assert PolicyState.from_json(LAYERED.to_json()) == LAYERED
     arrays = jax.tree.map(np.asarray, STATE)
     assert json.loads(arrays.to_json()) == json.loads(STATE.to_json())
 
@@ -170,8 +180,8 @@ def test_pol_12_one_reduction_however_many_layers(kind: AxisType, stacked: bool,
     tree = put(counts, None, "expert") if stacked else [put(row, "expert") for row in counts]
     with jax.set_mesh(mesh):
         reductions = [equation.params.get("axes") for equation in jax.make_jaxpr(peak_demand)(tree).eqns]
-        # Over the stacked layers, which is local, and over the ranks; merging them is not left to the compiler.
-        assert sum(bool(axes) for axes in reductions) == 1 + stacked
+        # Over the ranks, for all layers at once, and over the layers, which is local.
+        assert [axes for axes in reductions if axes] == [(1,), (0,)]
         compiled = jax.jit(peak_demand).lower(tree).compile()
         assert int(compiled(tree)) == 8 * layers - 1
     assert len(re.findall(r"all-reduce(?:-start)?\(", compiled.as_text())) == 1

@@ -71,7 +71,7 @@ def test_round_trip(given: dict, policy: policies.CapacityPolicy) -> None:
         ),
         (
             {"name": "adaptive_grow", "factor": 1},
-            r"keys \('initial_factor', .*'on_overflow'\); unknown \['factor'\], missing",
+            r"keys \('initial_factor', .*'programs'\); unknown \['factor'\], missing",
         ),
         ({"name": "drop"}, r"unknown \[\], missing \['factor'\]"),
         ({"name": "drop", "factor": 0}, r"Drop.factor must be a finite number above 0, got 0"),

@@ -93,7 +93,7 @@ def test_reports_tell_what_happened(lag: int) -> None:
         else:
             assert (report.capacity, report.attempts, report.overflow) == (Capacity(None, chunks=8), 2, True)
             [rejected] = report.rejected
-            assert rejected == (report.step, 0, report.demand, first, False)
+            assert rejected == (report.step, 0, report.demand, first, False, (report.demand,))
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])

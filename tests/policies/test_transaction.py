@@ -119,7 +119,7 @@ def test_a_policy_may_judge_the_whole_demand() -> None:
 
     run = jax.jit(transaction(step, Tolerant(1.0), CAPPED, CAPACITIES))
     verdicts = [run(Carry(jnp.array(True), jnp.int32(0)), jnp.array([4, d]))[1].tolist() for d in (4, 5, 6)]
-    assert verdicts == [[1, 4], [1, 5], [0, 6]]
+    assert verdicts == [[1, 4, 4], [1, 5, 5], [0, 6, 6]]  # the demand of each layer
 
 
 def test_a_policy_that_only_skips_honours_the_latch() -> None:
