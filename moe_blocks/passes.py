@@ -113,9 +113,12 @@ def _served(serve: Serve, args: Any, fixed: Any, turns: Int[Array, ""]) -> Float
 
 
 def _served_fwd(serve: Serve, args: Any, fixed: Any, turns: Array) -> tuple[Array, Any]:
+    nothing = jax.tree.map(lambda out: jnp.zeros(out.shape, out.dtype), jax.eval_shape(serve, args, fixed, 0))
+    rest = jax.lax.fori_loop(1, turns, lambda i, out: out + serve(args, fixed, i), nothing)
+    # The first turn comes last, or what it keeps for the backward pass would lie beside the buffers of the others.
+    args, rest = jax.lax.optimization_barrier((args, rest))
     first, pull_back = jax.vjp(lambda args: serve(args, fixed, 0), args)
-    out = jax.lax.fori_loop(1, turns, lambda i, out: out + serve(args, fixed, i), first)
-    return out, (pull_back, args, fixed, turns)
+    return first + rest, (pull_back, args, fixed, turns)
 
 
 def _served_bwd(serve: Serve, residuals: Any, cotangent: Array) -> tuple[Any, None, None]:
