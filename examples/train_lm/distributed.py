@@ -9,10 +9,13 @@ from typing import Any
 
 import jax
 import yaml
+from jax._src import distributed  # the barrier has no public name yet
 from jax.experimental import multihost_utils
 
 from examples.train_lm.config import pairs
 from moe_blocks.capacity import positive_int
+
+BARRIER_SECONDS = 1800  # a process that dies ends it earlier
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +91,16 @@ class Processes:
             raise ValueError(
                 f"distributed='auto' found no other processes ({error}); give coordinator, num_processes and process_id"
             ) from None
+
+
+def wait_for_all() -> None:
+    """Waits until every process has come here; returns at once where there is only one.
+
+    Before the first step, since on CPU a collective gives up after 30 s, and compiling may take one process longer
+    than another: jax's persistent cache there serves process 0 alone.
+    """
+    if jax.distributed.is_initialized():
+        distributed.global_state.client.wait_at_barrier("train_lm", BARRIER_SECONDS * 1000)
 
 
 def parse(argv: Sequence[str]) -> tuple[Processes, list[str]]:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from examples.train_lm import data
-from examples.train_lm.distributed import Stop
+from examples.train_lm.distributed import Stop, wait_for_all
 from examples.train_lm.mesh import own_rows, spread
 from examples.train_lm.train import Training, TrainState
 from policies import CapacityOverflowError, EvalRunner, StepReport, StepRunner, from_config
@@ -100,6 +100,7 @@ def run(training: Training, text: data.Text, mesh: Mesh, path: Path) -> Result:
         started = time.perf_counter()
         state = training.init(mesh)
         runner.compile(state, batch(0))
+        wait_for_all()
         compile_seconds = time.perf_counter() - started
 
         # Ctrl-C ends the stream of batches, so the runner settles what is in flight and the loop ends as always.

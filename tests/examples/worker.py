@@ -7,8 +7,9 @@ FAULTY is the process that a fault is put into, OPTIONs are those of `examples.t
 
 from __future__ import annotations
 
-import json
+import itertools
 import os
+import pickle
 import signal
 import sys
 import time
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +26,7 @@ from jaxtyping import Array, Float
 
 from examples.train_lm import data, distributed
 from examples.train_lm.__main__ import main
+from examples.train_lm.loop import stop_on_interrupt
 from examples.train_lm.mesh import AXES, make_mesh, own_rows, spread
 from moe_blocks import Capacity, MoEBlock
 from policies import EvalRunner, RetryDropless, StepRunner
@@ -32,7 +35,7 @@ from tests.policies import toy
 BLOCK = MoEBlock(8, 2, 32, expert_axis="expert", batch_axes=AXES, aux_loss_coeff=0.01)
 ROWS, TOKENS, WIDTH = 8, 16, 16
 POLICY = RetryDropless(factor=1.5)
-CROWDED = (1, 3)  # steps whose last rows, those of the last process, all go to the same experts
+CROWDED = (1, 3)  # steps whose last rows, those of the last processes, all go to the same experts
 STEPS = 5
 LATE = 2.0  # seconds
 FAULT = 3  # the step of a fault
@@ -63,8 +66,6 @@ def eval_step(params: Any, batch: tuple[Array, Array], *, capacity: Capacity) ->
 
 
 def init(mesh: jax.sharding.Mesh) -> Any:
-    import flax.linen as nn
-
     def boxed(key: Array) -> Any:
         return BLOCK.init(key, jnp.zeros((ROWS, TOKENS, WIDTH)))
 
@@ -79,23 +80,26 @@ def runner() -> StepRunner:
 
 
 def host(leaf: Array) -> np.ndarray:
-    """A leaf of which every process holds a whole copy, from the shards that this one holds."""
-    whole = np.full(leaf.shape, np.nan, leaf.dtype)
+    """The parts of a leaf that this process holds; where it holds none, NaN."""
+    parts = np.full(leaf.shape, np.nan, leaf.dtype)
     for shard in leaf.addressable_shards:
-        whole[shard.index] = shard.data
-    return whole
+        parts[shard.index] = shard.data
+    return parts
 
 
-def train_and_evaluate(mesh: jax.sharding.Mesh, late: float = 0.0) -> dict[str, Any]:
+def train_and_evaluate(mesh: jax.sharding.Mesh, delay: float = 0.0) -> dict[str, Any]:
     """Steps of which some are crowded in one process, then an evaluation of which it sees but the first batch."""
 
     def batches() -> Iterator[Array]:
         for number in range(STEPS):
-            time.sleep(late if number == FAULT else 0)
+            time.sleep(delay if number == FAULT else 0)
             yield spread(rows_of(number)[own_rows(mesh, ROWS)], mesh, ROWS)
 
     training = runner()
-    reports = list(training.run(init(mesh), batches()))
+    state = init(mesh)
+    training.compile(state, next(batches()))
+    distributed.wait_for_all()
+    reports = list(training.run(state, batches()))
     leaves = jax.tree_util.tree_leaves_with_path(training.state)
 
     own, everywhere = own_rows(mesh, ROWS), NamedSharding(mesh, PartitionSpec())
@@ -108,9 +112,24 @@ def train_and_evaluate(mesh: jax.sharding.Mesh, late: float = 0.0) -> dict[str, 
         "losses": [float(report.metrics["loss"]) for report in reports],
         "attempts": [report.attempts for report in reports],
         "demands": [report.demand for report in reports],
-        "state": {jax.tree_util.keystr(path): host(leaf).tolist() for path, leaf in leaves},
+        "state": {jax.tree_util.keystr(path): host(leaf) for path, leaf in leaves},
         "evaluation": [float(report.metrics["loss"]) for report in evaluation],
     }
+
+
+def steps_until_stopped(mesh: jax.sharding.Mesh, here: bool) -> int:
+    """Steps that are done when one process gets a Ctrl-C."""
+    with stop_on_interrupt() as stop:
+
+        def batches() -> Iterator[Array]:
+            for number in itertools.count():
+                if stop.before_next_step():
+                    return
+                if number == FAULT and here:
+                    signal.raise_signal(signal.SIGINT)
+                yield spread(rows_of(number)[own_rows(mesh, ROWS)], mesh, ROWS)
+
+        return len(list(runner().run(init(mesh), batches())))
 
 
 def states_of_every_kind(mesh: jax.sharding.Mesh) -> None:
@@ -138,7 +157,10 @@ def endless(mesh: jax.sharding.Mesh, fault: Any) -> None:
             yield spread(rows_of(number)[own_rows(mesh, ROWS)], mesh, ROWS)
             number += 1
 
-    for report in runner().run(init(mesh), batches()):
+    state, training = init(mesh), runner()
+    training.compile(state, next(batches()))
+    distributed.wait_for_all()
+    for report in training.run(state, batches()):
         print("step", report.step, flush=True)
 
 
@@ -153,32 +175,32 @@ FAULTS = {
 }
 
 
+def late(batch: Any) -> Any:
+    """The data of `examples.train_lm`, one batch of which comes late."""
+
+    def wrapped(*args: Any, step: int, **kwargs: Any) -> Any:
+        time.sleep(LATE if step == FAULT else 0)
+        return batch(*args, step=step, **kwargs)
+
+    return wrapped
+
+
 def run(scenario: str, folder: Path, faulty: int, options: list[str]) -> int:
-    processes, rest = distributed.parse(options)
-    here = processes.process_id == faulty
-    if scenario in ("train", "interrupted"):
-        batch = data.batch
-
-        def disturbed(*args: Any, step: int, **kwargs: Any) -> Any:
-            if step == FAULT and here:
-                if scenario == "interrupted":
-                    signal.raise_signal(signal.SIGINT)
-                else:
-                    time.sleep(LATE)
-            return batch(*args, step=step, **kwargs)
-
-        data.batch = disturbed
-        return main([*options, f"out={folder / str(processes.process_id)}"])
+    processes, _ = distributed.parse(options)
+    name, here = str(processes.process_id), processes.process_id == faulty
+    if scenario == "train":
+        data.batch = late(data.batch) if here else data.batch
+        return main([*options, f"out={folder / name}"])
     processes.connect()
     mesh = make_mesh(experts=8, expert_parallel=4)
-    if scenario == "agree":
+    if scenario == "states":
         states_of_every_kind(mesh)
-        with jax.set_mesh(mesh):
-            found = train_and_evaluate(mesh, late=LATE if here else 0.0)
-        (folder / f"{processes.process_id}.json").write_text(json.dumps(found))
-    else:
-        with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh):
+        if scenario in FAULTS:
             endless(mesh, FAULTS[scenario] if here else lambda: None)
+        found = train_and_evaluate(mesh, LATE if here else 0.0)
+        found["stopped"] = steps_until_stopped(mesh, here)
+    (folder / name).write_bytes(pickle.dumps(found))
     return 0
 
 
