@@ -99,8 +99,8 @@ def wait_for_all() -> None:
     Before the first step, since on CPU a collective gives up after 30 s, and compiling may take one process longer
     than another: jax's persistent cache there serves process 0 alone.
     """
-    if jax.distributed.is_initialized():
-        distributed.global_state.client.wait_at_barrier("train_lm", BARRIER_SECONDS * 1000)
+    if client := distributed.global_state.client:
+        client.wait_at_barrier("train_lm", BARRIER_SECONDS * 1000)
 
 
 def parse(argv: Sequence[str]) -> tuple[Processes, list[str]]:

@@ -87,37 +87,39 @@ def host(leaf: Array) -> np.ndarray:
     return parts
 
 
-def train_and_evaluate(mesh: jax.sharding.Mesh, delay: float = 0.0) -> dict[str, Any]:
-    """Steps of which some are crowded in one process, then an evaluation of which it sees but the first batch."""
+def train(mesh: jax.sharding.Mesh, delay: float = 0.0) -> tuple[StepRunner, dict[str, Any]]:
+    """Steps of which some are crowded in some of the processes."""
 
     def batches() -> Iterator[Array]:
         for number in range(STEPS):
             time.sleep(delay if number == FAULT else 0)
             yield spread(rows_of(number)[own_rows(mesh, ROWS)], mesh, ROWS)
 
-    training = runner()
-    state = init(mesh)
+    training, state = runner(), init(mesh)
     training.compile(state, next(batches()))
     distributed.wait_for_all()
     reports = list(training.run(state, batches()))
     leaves = jax.tree_util.tree_leaves_with_path(training.state)
+    return training, {
+        "losses": [float(report.metrics["loss"]) for report in reports],
+        "attempts": [report.attempts for report in reports],
+        "demands": [report.demand for report in reports],
+        "state": {jax.tree_util.keystr(path): host(leaf) for path, leaf in leaves},
+    }
 
+
+def evaluate(training: StepRunner, mesh: jax.sharding.Mesh) -> list[float]:
+    """Losses of a whole batch, and of shorter ones: rows that are all padding in some processes, then fewer rows."""
     own, everywhere = own_rows(mesh, ROWS), NamedSharding(mesh, PartitionSpec())
     real = np.ones((2, ROWS, TOKENS), bool)
     real[1, ROWS // 2 :] = False
     padded = [(spread(rows_of(9)[own], mesh, ROWS), spread(mask[own], mesh, ROWS)) for mask in real]
     shorter = jax.device_put((rows_of(9)[: ROWS // 2], real[0, : ROWS // 2]), everywhere)
-    evaluation = EvalRunner(eval_step).run(training.state, [*padded, shorter])
-    return {
-        "losses": [float(report.metrics["loss"]) for report in reports],
-        "attempts": [report.attempts for report in reports],
-        "demands": [report.demand for report in reports],
-        "state": {jax.tree_util.keystr(path): host(leaf) for path, leaf in leaves},
-        "evaluation": [float(report.metrics["loss"]) for report in evaluation],
-    }
+    reports = EvalRunner(eval_step).run(training.state, [*padded, shorter])
+    return [float(report.metrics["loss"]) for report in reports]
 
 
-def steps_until_stopped(mesh: jax.sharding.Mesh, here: bool) -> int:
+def steps_until_stopped(training: StepRunner, mesh: jax.sharding.Mesh, here: bool) -> int:
     """Steps that are done when one process gets a Ctrl-C."""
     with stop_on_interrupt() as stop:
 
@@ -127,9 +129,9 @@ def steps_until_stopped(mesh: jax.sharding.Mesh, here: bool) -> int:
                     return
                 if number == FAULT and here:
                     signal.raise_signal(signal.SIGINT)
-                yield spread(rows_of(number)[own_rows(mesh, ROWS)], mesh, ROWS)
+                yield spread(rows_of(0)[own_rows(mesh, ROWS)], mesh, ROWS)
 
-        return len(list(runner().run(init(mesh), batches())))
+        return len(list(training.run(training.state, batches())))
 
 
 def states_of_every_kind(mesh: jax.sharding.Mesh) -> None:
@@ -139,8 +141,8 @@ def states_of_every_kind(mesh: jax.sharding.Mesh) -> None:
     here = toy.state_of_every_kind()  # made by each process for itself, on its first device
     committed = jax.device_put(toy.state_of_every_kind(), jax.local_devices()[0])
     with jax.set_mesh(mesh):
+        training = StepRunner(toy.step, RetryDropless(1.0), toy.SPEC)
         for state in (here, committed, toy.state_of_every_kind()):
-            training = StepRunner(toy.step, RetryDropless(1.0), toy.SPEC)
             attempts = [report.attempts for report in training.run(state, toy.batches(*demands))]
             assert attempts == [1, 2, 1, 2, 2, 1, 1], attempts
             assert toy.same_bits(training.state, wanted)
@@ -157,7 +159,10 @@ def endless(mesh: jax.sharding.Mesh, fault: Any) -> None:
             yield spread(rows_of(number)[own_rows(mesh, ROWS)], mesh, ROWS)
             number += 1
 
-    state, training = init(mesh), runner()
+    def mean_step(total: Array, x: Array, *, capacity: Capacity) -> tuple[Array, Array, dict[str, Array]]:
+        return total + x.mean(), jnp.ones(1, jnp.int32), {}
+
+    state, training = jnp.zeros(()), StepRunner(mean_step, POLICY, toy.SPEC)
     training.compile(state, next(batches()))
     distributed.wait_for_all()
     for report in training.run(state, batches()):
@@ -198,8 +203,10 @@ def run(scenario: str, folder: Path, faulty: int, options: list[str]) -> int:
     with jax.set_mesh(mesh):
         if scenario in FAULTS:
             endless(mesh, FAULTS[scenario] if here else lambda: None)
-        found = train_and_evaluate(mesh, LATE if here else 0.0)
-        found["stopped"] = steps_until_stopped(mesh, here)
+        training, found = train(mesh, LATE if here else 0.0)
+        if scenario == "states":
+            found["evaluation"] = evaluate(training, mesh)
+        found["stopped"] = steps_until_stopped(training, mesh, here)
     (folder / name).write_bytes(pickle.dumps(found))
     return 0
 
