@@ -72,6 +72,7 @@ def command(argv: Sequence[str]) -> int:
         return 2
     with jax.set_mesh(mesh):
         result = report(training, text, mesh) if first else run(training, text, mesh, Path(os.devnull))
+    distributed.wait_for_all()  # for the figure
     if result.overflow is not None:
         print(f"train_lm: {result.overflow}", file=sys.stderr)
         return 3

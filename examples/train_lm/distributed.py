@@ -85,7 +85,7 @@ class Processes:
                 self.num_processes,
                 self.process_id,
                 heartbeat_timeout_seconds=self.heartbeat_seconds,
-                shutdown_timeout_seconds=self.heartbeat_seconds,  # one that failed does not wait for the others at exit
+                shutdown_timeout_seconds=self.heartbeat_seconds,  # of one that failed, for the others
             )
         except ValueError as error:
             raise ValueError(
@@ -96,8 +96,8 @@ class Processes:
 def wait_for_all() -> None:
     """Waits until every process has come here; returns at once where there is only one.
 
-    Before the first step, since on CPU a collective gives up after 30 s, and compiling may take one process longer
-    than another: jax's persistent cache there serves process 0 alone.
+    For what one process may do longer than another: on CPU a collective gives up after 30 s, and jax's persistent
+    cache serves process 0 alone there; and at exit jax waits for the others as long as a heartbeat may take.
     """
     if client := distributed.global_state.client:
         client.wait_at_barrier("train_lm", BARRIER_SECONDS * 1000)
