@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Int32, PyTree
 
@@ -153,7 +154,7 @@ def place(state: PyTree, wanted: PyTree[jax.ShapeDtypeStruct]) -> PyTree:
     seen: set[Hashable] = set()
 
     def put(leaf: Any, struct: jax.ShapeDtypeStruct) -> Array:
-        array = jnp.asarray(leaf) if struct.sharding is None else jax.device_put(leaf, struct.sharding)
+        array = jnp.asarray(leaf) if struct.sharding is None else _put(leaf, struct.sharding)
         buffers = _buffers(array)
         array = array if seen.isdisjoint(buffers) else array.copy()
         seen.update(buffers)
@@ -162,9 +163,23 @@ def place(state: PyTree, wanted: PyTree[jax.ShapeDtypeStruct]) -> PyTree:
     return jax.tree.map(put, state, wanted)
 
 
+def _put(leaf: Any, sharding: Sharding) -> Array:
+    """``device_put``, also for what this process alone holds: other processes' devices take it from the host."""
+    own = isinstance(leaf, jax.Array) and leaf.is_fully_addressable
+    if not own or sharding.is_fully_addressable:
+        return jax.device_put(leaf, sharding)
+    if _is_key(leaf):
+        return jax.random.wrap_key_data(_put(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
+    return jax.device_put(np.asarray(leaf), sharding)  # which also checks that all processes hold the same
+
+
+def _is_key(array: Array) -> bool:
+    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
 def _buffers(array: Array) -> set[Hashable]:
     """Where the array lies in memory: two Python arrays may share their buffers, after a ``device_put`` for example."""
-    data = jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
+    data = jax.random.key_data(array) if _is_key(array) else array
     try:
         return {(shard.device, shard.data.unsafe_buffer_pointer()) for shard in data.addressable_shards}
     except jax.errors.JaxRuntimeError:  # a backend that does not tell

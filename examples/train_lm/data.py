@@ -7,13 +7,17 @@ import hashlib
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Int, UInt8
 
 # Folders of the standard library's tree that are tests or not the library's.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 VALIDATION_SHARE = 10  # one in so many
+
+Part: TypeAlias = slice | Int[np.ndarray, " part"]
+ALL = slice(None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,20 +109,23 @@ def _read(root: Path, names: list[Path]) -> dict[str, bytes]:
 
 
 def batch(
-    text: UInt8[np.ndarray, " bytes"], *, seed: int, step: int, rows: int, window: int
-) -> UInt8[np.ndarray, "rows window"]:
-    """The training batch of one step: windows at random places, which depend on seed and step alone."""
+    text: UInt8[np.ndarray, " bytes"], *, seed: int, step: int, rows: int, window: int, part: Part = ALL
+) -> UInt8[np.ndarray, "part window"]:
+    """The training batch of one step: windows at random places, which depend on seed and step alone.
+
+    ``part`` tells which of its rows to read; it does not change what they are.
+    """
     starts = np.random.default_rng((seed, step)).integers(0, len(text) - window + 1, rows)
-    return np.stack([text[start : start + window] for start in starts])
+    return np.stack([text[start : start + window] for start in starts[part]])
 
 
 def validation_batches(
-    text: UInt8[np.ndarray, " bytes"], *, batches: int, rows: int, window: int
-) -> Iterator[UInt8[np.ndarray, "rows window"]]:
-    """Windows spread evenly over the validation text, the same ones for every run."""
+    text: UInt8[np.ndarray, " bytes"], *, batches: int, rows: int, window: int, part: Part = ALL
+) -> Iterator[UInt8[np.ndarray, "part window"]]:
+    """Windows spread evenly over the validation text, the same ones for every run; of each batch the rows ``part``."""
     starts = np.linspace(0, len(text) - window, batches * rows).astype(np.int64)
-    for part in starts.reshape(batches, rows):
-        yield np.stack([text[start : start + window] for start in part])
+    for batch_starts in starts.reshape(batches, rows):
+        yield np.stack([text[start : start + window] for start in batch_starts[part]])
 
 
 def unigram_loss(text: Text) -> float:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,8 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from examples.train_lm import data
-from examples.train_lm.mesh import by_row
+from examples.train_lm.distributed import Stop, wait_for_all
+from examples.train_lm.mesh import own_rows, spread
 from examples.train_lm.train import Training, TrainState
 from policies import CapacityOverflowError, EvalRunner, StepReport, StepRunner, from_config
 
@@ -80,27 +81,33 @@ def run(training: Training, text: data.Text, mesh: Mesh, path: Path) -> Result:
       text: to train and to validate on.
       mesh: devices.
       path: of the file that gets every record, as a line of JSON.
+
+    Every process of a run calls it, and runs the same steps; the first one shows the progress.
     """
     config, window = training.config, training.config.seq_len + 1
+    own, first = own_rows(mesh, config.batch_size), jax.process_index() == 0
 
     def batch(step: int) -> jax.Array:
-        rows = data.batch(text.train, seed=config.seed, step=step, rows=config.batch_size, window=window)
-        return jax.device_put(rows, by_row(mesh))
+        rows = data.batch(text.train, seed=config.seed, step=step, rows=config.batch_size, window=window, part=own)
+        return spread(rows, mesh, config.batch_size)
 
     runner = StepRunner(training.step, from_config(config.policy), training.spec, lag=config.lag)
     records: list[Record] = []
     overflow = None
     with stop_on_interrupt() as stop, path.open("w", encoding="utf-8") as lines:
-        print("compiling ...", file=sys.stderr)
+        if first:
+            print("compiling ...", file=sys.stderr)
         started = time.perf_counter()
         state = training.init(mesh)
         runner.compile(state, batch(0))
+        wait_for_all()
         compile_seconds = time.perf_counter() - started
 
         # Ctrl-C ends the stream of batches, so the runner settles what is in flight and the loop ends as always.
-        batches = (batch(step) for step in range(config.steps) if not stop.is_set())
+        steps = itertools.takewhile(lambda _: not stop.before_next_step(), range(config.steps))
+        batches = (batch(step) for step in steps)
         interval = 0.1 if sys.stderr.isatty() else 10.0  # a log file wants few lines
-        with tqdm(total=config.steps, unit="step", mininterval=interval, dynamic_ncols=True) as bar:
+        with tqdm(total=config.steps, unit="step", mininterval=interval, dynamic_ncols=True, disable=not first) as bar:
             last = time.perf_counter()
 
             def log(report: StepReport) -> None:
@@ -119,11 +126,11 @@ def run(training: Training, text: data.Text, mesh: Mesh, path: Path) -> Result:
                 overflow = error
                 for report in runner.drain():  # steps that were done before it
                     log(report)
-        early = overflow is not None or stop.is_set()
+        early = overflow is not None or stop.agreed
         validation_loss = (
             None if early else evaluate(EvalRunner(training.eval_step), training, text, mesh, runner.state)
         )
-        return Result(records, validation_loss, runner.executables, compile_seconds, stop.is_set(), overflow)
+        return Result(records, validation_loss, runner.executables, compile_seconds, stop.agreed, overflow)
 
 
 def record(training: Training, report: StepReport, seconds: float) -> Record:
@@ -166,22 +173,23 @@ def tokens_per_second(training: Training, records: list[Record]) -> float:
 def evaluate(evaluator: EvalRunner, training: Training, text: data.Text, mesh: Mesh, state: TrainState) -> float:
     """The mean loss on the validation text, in nats per byte, at the evaluator's capacity: dropless."""
     config = training.config
+    own, window = own_rows(mesh, config.rows), config.seq_len + 1
     batches = data.validation_batches(
-        text.validation, batches=config.eval_batches, rows=config.rows, window=config.seq_len + 1
+        text.validation, batches=config.eval_batches, rows=config.rows, window=window, part=own
     )
-    reports = evaluator.run(state, (jax.device_put(rows, by_row(mesh)) for rows in batches))
+    reports = evaluator.run(state, (spread(rows, mesh, config.rows) for rows in batches))
     losses = [float(report.metrics["loss"]) for report in reports]
     return sum(losses) / len(losses)
 
 
 @contextlib.contextmanager
-def stop_on_interrupt() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C sets. A second Ctrl-C interrupts as usual."""
-    stop = threading.Event()
+def stop_on_interrupt() -> Iterator[Stop]:
+    """A wish to stop that the first Ctrl-C makes. A second Ctrl-C interrupts as usual."""
+    stop = Stop()
     previous = signal.getsignal(signal.SIGINT)
 
     def ask(*_: object) -> None:
-        stop.set()
+        stop.ask()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         print("\nstopping after the steps in flight; Ctrl-C again quits at once", file=sys.stderr)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int, Shaped
 
 AXES = ("data", "expert")
 FLAG = "--xla_force_host_platform_device_count"
@@ -38,3 +40,14 @@ def make_mesh(*, experts: int, expert_parallel: int) -> Mesh:
 def by_row(mesh: Mesh) -> NamedSharding:
     """The sharding of a batch: its rows over all devices."""
     return NamedSharding(mesh, P(AXES))
+
+
+def own_rows(mesh: Mesh, rows: int) -> Int[np.ndarray, " own"]:
+    """The rows of a batch that the devices of this process hold, in order: all of them where it is alone."""
+    parts = by_row(mesh).addressable_devices_indices_map((rows,)).values()
+    return np.unique(np.concatenate([np.arange(rows)[part] for part in parts]))
+
+
+def spread(own: Shaped[np.ndarray, "own ..."], mesh: Mesh, rows: int) -> Shaped[Array, "rows ..."]:
+    """The batch of all processes, from the `own_rows` of each."""
+    return jax.make_array_from_process_local_data(by_row(mesh), own, (rows, *own.shape[1:]))

@@ -112,6 +112,15 @@ def test_batches_depend_on_seed_and_step_alone() -> None:
     assert len({*forward, batch(1, 0), batch(1, 1)}) == 7
 
 
+def test_a_part_is_those_rows_of_the_whole() -> None:
+    text, part = np.random.default_rng(0).integers(0, 256, 10_000).astype(np.uint8), np.array([1, 4])
+    whole, own = (data.batch(text, seed=0, step=3, rows=6, window=33, part=p) for p in (data.ALL, part))
+    np.testing.assert_array_equal(own, whole[part])
+    wholes, owns = (data.validation_batches(text, batches=2, rows=6, window=33, part=p) for p in (data.ALL, part))
+    for whole, own in zip(wholes, owns, strict=True):
+        np.testing.assert_array_equal(own, whole[part])
+
+
 def test_windows_come_from_the_whole_text() -> None:
     text = np.arange(11, dtype=np.uint8)
     rows = data.batch(text, seed=0, step=0, rows=200, window=10)
