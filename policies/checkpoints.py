@@ -172,7 +172,7 @@ class Checkpointer:
           None if there are no checkpoints.
 
         Raises:
-          ValueError: if the saved state has other leaves than ``target``.
+          MismatchError: a ``ValueError``, if the saved state has other leaves than ``target``.
           CheckpointError: if there are checkpoints and none can be read.
         """
         wanted = {name: snapshot.abstract(leaf) for name, leaf in snapshot.named(target).items()}
@@ -181,7 +181,7 @@ class Checkpointer:
             try:
                 record, leaves = self._read(step, wanted)
             except snapshot.MismatchError as error:
-                raise ValueError(
+                raise snapshot.MismatchError(
                     f"the checkpoint {self.folder / str(step)} does not fit: {error}; restore with the sizes of the "
                     "run that saved it, or choose another folder"
                 ) from None

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from policies import AdaptiveGrow, CapacityPolicy, Drop, PolicyState, RetryDropless, StaticFactor, StepRunner
 from policies.base import CapacityOverflowError
 from policies.checkpoints import Checkpointer, CheckpointError, Restored
+from policies.snapshot import MismatchError
 from tests.policies.toy import SPEC, batches, by_hand, same_bits, state_of_every_kind, step
 
 DEMANDS = (1, 9, 2, 9, 9, 3, 1, 5)
@@ -342,7 +343,7 @@ def test_a_state_of_other_sizes_is_refused(saved_at_4_and_6: Path) -> None:
     with (
         Checkpointer(saved_at_4_and_6, every=1) as checkpoints,
         pytest.raises(
-            ValueError, match=r"/6 does not fit: 1 of 11 leaves differ: state\['bias'\] was saved as float32\[4\]"
+            MismatchError, match=r"/6 does not fit: 1 of 11 leaves differ: state\['bias'\] was saved as float32\[4\]"
         ),
     ):
         checkpoints.restore(target, RETRY, SPEC)
