@@ -148,7 +148,7 @@ class Checkpointer:
             "checksums": snapshot.checksums(stored),
         }
         items = ocp.args.Composite(
-            state=ocp.args.StandardSave(stored), run=ocp.args.JsonSave({"crc32": _crc32(record), "record": record})
+            state=ocp.args.StandardSave(stored), run=ocp.args.JsonSave({"crc32": crc32(record), "record": record})
         )
         with self._telling(f"the checkpoint after {step} steps, or the one before it,"):
             self._manager.save(step, args=items, force=True)
@@ -235,7 +235,7 @@ class Checkpointer:
         """The record of a checkpoint and its leaves, both as they were saved, or an error."""
         item = self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
         record: dict[str, Any] = item["record"]
-        if _crc32(record) != item["crc32"]:
+        if crc32(record) != item["crc32"] or record["step"] != step:
             raise CheckpointError("its record changed after it was written")
         snapshot.check_fits(record["leaves"], snapshot.describe(wanted))
         stored = {name: leaf for name, leaf in wanted.items() if leaf.size}
@@ -287,7 +287,8 @@ def _jsonable(name: str, value: Any) -> Any:
         raise ValueError(f"{name} must be a JSON value, got {value!r}: {error}") from None
 
 
-def _crc32(record: Any) -> int:
+def crc32(record: Any) -> int:
+    """The checksum that stands beside a record."""
     return zlib.crc32(json.dumps(record, sort_keys=True).encode())
 
 

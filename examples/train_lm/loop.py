@@ -114,7 +114,7 @@ def run(
     )
     error: CapacityOverflowError | OSError | None = None
     records = [Record(**entry) for entry in cut_log(path, first)]
-    with stop_on_signal() as asked, path.open("a", encoding="utf-8") as lines:
+    with stop_on_signal() as asked, path.open("a", buffering=1, encoding="utf-8") as lines:
         print("compiling ...", file=sys.stderr)
         started = time.perf_counter()
         state = training.init(mesh) if start is None else start.state
@@ -137,7 +137,6 @@ def run(
 
             def save(checkpoints: Checkpointer) -> None:
                 log(runner.drain())
-                lines.flush()
                 os.fsync(lines.fileno())  # a checkpoint never knows of a step that the log does not
                 checkpoints.save(runner, data={"next_batch": runner.submitted}, config=identity(config, text))
 
