@@ -29,9 +29,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AxisType
 
 from examples.train_lm.config import Config, pairs, parse
-from examples.train_lm.mesh import FLAG, make_mesh
+from examples.train_lm.mesh import AXES, FLAG
 from examples.train_lm.resume import folder_of
 from examples.train_lm.train import Training
 from policies import from_config
@@ -124,10 +125,10 @@ def live(config: Config, settings: Settings, kill_now: Callable[[float], bool]) 
     keys = {**TINY, "steps": config.steps, "data": config.data, "out": config.out}
     command = [sys.executable, "-m", "examples.train_lm", *(f"{key}={value}" for key, value in keys.items())]
     environment = {
+        "JAX_COMPILATION_CACHE_DIR": str(settings.out / "compiled"),
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"{FLAG}={DEVICES}",
-        "JAX_COMPILATION_CACHE_DIR": str(settings.out / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
@@ -232,8 +233,8 @@ def compare(reference: Config, killed: Config) -> list[str]:
 
 
 def final(config: Config) -> Restored:
-    """The last checkpoint of a training."""
-    mesh = make_mesh(experts=config.experts, expert_parallel=config.expert_parallel)
+    """The last checkpoint of a training, on one device."""
+    mesh = jax.make_mesh((1, 1), AXES, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:1])
     with jax.set_mesh(mesh), Checkpointer(folder_of(config), every=1) as saved:
         training = Training.of(config)
         restored = saved.restore(training.abstract(mesh), from_config(config.policy), training.spec)
