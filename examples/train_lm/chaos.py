@@ -211,25 +211,34 @@ def spoil(folder: Path, wrong: str) -> None:
 
 def compare(reference: Config, killed: Config) -> list[str]:
     """What differs between two trainings that should be one and the same, in words."""
-    logs = [
-        [json.loads(line) for line in (c.out_dir / "steps.jsonl").read_text().splitlines()] for c in (reference, killed)
-    ]
-    steps = [entry["step"] for entry in logs[1]]
-    found = [] if steps == list(range(reference.steps)) else [f"the log holds the steps {steps}"]
-    for left, right in zip(*logs, strict=False):
+    logs = (config.out_dir / "steps.jsonl" for config in (reference, killed))
+    return [*compare_logs(*logs), *compare_ends(final(reference), final(killed))]
+
+
+def compare_logs(alone: Path, killed: Path) -> list[str]:
+    """Every step once and in order, and the first step whose numbers are not the same to the bit."""
+    logs = [[json.loads(line) for line in path.read_text().splitlines()] for path in (alone, killed)]
+    wanted, steps = ([entry["step"] for entry in log] for log in logs)
+    if steps != wanted:
+        return [f"the log holds the steps {steps}"]
+    for left, right in zip(*logs, strict=True):
         if differing := [key for key in left if key != "seconds" and left[key] != right[key]]:
-            found.append(f"step {left['step']}: {differing} differ")
-            break  # those behind it follow from it
-    ends = [final(config) for config in (reference, killed)]
-    leaves = [jax.tree_util.tree_leaves_with_path(end.state) for end in ends]
-    for (path, left), (_, right) in zip(*leaves, strict=True):
-        if np.asarray(left).tobytes() != np.asarray(right).tobytes():
-            found.append(f"state{jax.tree_util.keystr(path)} differs")
-    for field in ("step", "policy_state", "data"):
-        left, right = (getattr(end, field) for end in ends)
-        if left != right:
-            found.append(f"{field}: {left} alone, {right} after kills")
-    return found
+            return [f"step {left['step']}: {differing} differ"]  # those behind it follow from it
+    return []
+
+
+def compare_ends(alone: Restored, killed: Restored) -> list[str]:
+    """The last checkpoints: the state bit by bit, and all that is saved beside it."""
+    pairs = zip(jax.tree_util.tree_leaves_with_path(alone.state), jax.tree.leaves(killed.state), strict=True)
+    return [
+        f"state{jax.tree_util.keystr(path)} differs"
+        for (path, left), right in pairs
+        if np.asarray(left).tobytes() != np.asarray(right).tobytes()
+    ] + [
+        f"{field}: {getattr(alone, field)} alone, {getattr(killed, field)} after kills"
+        for field in ("step", "policy_state", "data")
+        if getattr(alone, field) != getattr(killed, field)
+    ]
 
 
 def final(config: Config) -> Restored:

@@ -61,7 +61,7 @@ def test_every_policy_trains_reports_and_ends(capsys: pytest.CaptureFixture[str]
         assert all(share > 0.5 if name == "drop" else share == 0 for share in dropped), name
 
 
-def test_ctrl_c_stops_with_the_summary(
+def test_ctrl_c_saves_and_stops_with_the_summary(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch, handler = data.batch, signal.getsignal(signal.SIGINT)
@@ -72,8 +72,9 @@ def test_ctrl_c_stops_with_the_summary(
         return batch(*args, step=step, **kwargs)
 
     monkeypatch.setattr(data, "batch", interrupted)
-    run = train(capsys, tmp_path / "run", "policy.factor=0.125")
+    run = train(capsys, tmp_path / "run", "policy.factor=0.125", "checkpoint_every=3")
     assert run.code == 130
+    assert "saved     4 steps" in run.out
     assert "stopping after the steps in flight" in run.err
     assert "Traceback" not in run.err
     assert [record["step"] for record in run.records] == [0, 1, 2, 3]

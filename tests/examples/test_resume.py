@@ -1,8 +1,9 @@
-"""A run that is stopped in every way a process can be asked to, and goes on."""
+"""A run that is stopped and goes on; test_main has Ctrl-C, test_chaos has kills."""
 
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ def numbers(run: tiny.Run) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(600)
-def test_stopped_four_times_it_comes_to_the_same(
+def test_stopped_twice_it_comes_to_the_same(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = train(capsys, tmp_path / "whole", *WORDS)
@@ -46,24 +47,18 @@ def test_stopped_four_times_it_comes_to_the_same(
 
     with (folder / "steps.jsonl").open("a") as log:  # a life that was killed after its last checkpoint
         log.write(json.dumps(run.records[1] | {"step": 2}) + '\n{"step": 3, "lo')
-    trouble[4] = lambda: signal.raise_signal(signal.SIGINT)
+    trouble[4] = unreadable
     run = train(capsys, folder, *WORDS, "keep=1")
-    assert (run.code, len(run.records)) == (130, 5)
+    assert (run.code, len(run.records)) == (4, 4)
     assert "resumed after 2 steps\n  changed: config.keep: 3 -> 1\n" in run.out
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["5"]
-
-    trouble[6] = unreadable
-    run = train(capsys, folder, *WORDS, "keep=1")
-    assert (run.code, len(run.records)) == (4, 6)
     assert run.err.endswith("train_lm: error: text.txt: no such device\n")
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["4"]
 
-    for _ in range(2):  # the second time there is nothing left to do
-        run = train(capsys, folder, *WORDS, "keep=1")
-        assert run.code == 0
-        assert numbers(run) == numbers(whole)
-        assert (
-            run.out.split("validation loss")[1].split("\n")[0] == whole.out.split("validation loss")[1].split("\n")[0]
-        )
+    run = train(capsys, folder, *WORDS, "keep=1")
+    assert run.code == 0
+    assert numbers(run) == numbers(whole)
+    [told, wanted] = (re.search(r"validation loss .*", one.out) for one in (run, whole))
+    assert told and wanted and told[0] == wanted[0]
 
     run = train(capsys, folder, *WORDS, "width=64")
     assert run.code == 2
