@@ -16,7 +16,7 @@ unexport PYTHONHOME PYTHONOPTIMIZE PYTHONPATH PYTHONSAFEPATH PYTHONSTARTUP PYTHO
 unexport PIP_TARGET PIP_PREFIX PIP_USER PIP_REQUIRE_VIRTUALENV
 
 .NOTPARALLEL:
-.PHONY: help train bench notebooks test test-latest lint format clean
+.PHONY: help train bench chaos notebooks test test-latest lint format clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1: /p' Makefile
@@ -30,6 +30,9 @@ bench: $(TRAIN) ## all benchmarks in turn: one layer, the runner, the policies, 
 	@$(VENV)/bin/python -m benchmarks.scopes
 	@$(VENV)/bin/python -m benchmarks.policies
 	@$(VENV)/bin/python -m benchmarks.aot || test $$? -eq 3  # 3: no compiler for TPUs is installed, and it says so
+
+chaos: $(TRAIN) ## kill a training at 50 random moments and compare what comes of it with one that was left alone
+	@$(VENV)/bin/python -m examples.train_lm.chaos $(ARGS)
 
 notebooks: $(TEST) ## bring each notebook and its text file to the newer of the two
 	@$(VENV)/bin/jupytext --sync notebooks/*.py

@@ -142,6 +142,11 @@ class StepRunner:
         return self._carry.state
 
     @property
+    def submitted(self) -> int:
+        """Number of the next step to be submitted; so many are done once ``drain`` or ``state`` has settled them."""
+        return self._next + len(self._flying) + len(self._waiting)
+
+    @property
     def policy_state(self) -> PolicyState:
         """The policy's state after the last step that was read; save it after ``drain`` or ``state``."""
         return self._policy_state

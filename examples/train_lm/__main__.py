@@ -7,7 +7,10 @@ FILE is YAML; examples/train_lm/configs has one for each policy. Any key replace
   python -m examples.train_lm --config examples/train_lm/configs/drop.yaml --steps 50 policy.factor=1.0
   python -m examples.train_lm --data my_texts/ --out runs/mine
 
-The folder of the run gets steps.jsonl, one line per step, and run.png.
+The folder of the run gets steps.jsonl, one line per step, and run.png. With --checkpoint_every N it also gets a
+checkpoint after every N steps and one at the end, and the same command goes on from the newest, as if the run had not
+stopped: steps.jsonl then holds every step once. What differs from the run that saved it is told. Ctrl-C and SIGTERM
+finish the steps in flight and save.
 
 Several processes train as one: --distributed auto on TPU pods, SLURM, Open MPI and Kubernetes, elsewhere
 
@@ -17,27 +20,32 @@ Several processes train as one: --distributed auto on TPU pods, SLURM, Open MPI 
 The first one prints and writes. Ctrl-C in one of them stops all before the same step, and so does SIGTERM. If one
 dies, the others end with an error.
 
-Exit codes: 0 done; 2 bad arguments, nothing was written; 3 a buffer overflowed and the policy could not go on;
-130 stopped by Ctrl-C. After 3 and 130 the steps done so far are summed up.
+Exit codes: 0 done, or saved after SIGTERM; 2 bad arguments, nothing was written; 3 a buffer overflowed and the policy
+could not go on; 4 the data or a checkpoint could not be read, or a checkpoint not be written; 130 stopped by Ctrl-C;
+143 stopped by SIGTERM without checkpoints. After 3, 130 and 143, and where the data failed, the steps done so far are
+summed up.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-import os
+import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 
-from examples.train_lm import data, distributed
+from examples.train_lm import data, distributed, resume
 from examples.train_lm.config import Config, parse
 from examples.train_lm.distributed import Processes
 from examples.train_lm.loop import Result, run
 from examples.train_lm.mesh import make_mesh, simulate_devices
 from examples.train_lm.report import figure, table
 from examples.train_lm.train import Training
+from policies import CapacityOverflowError
+from policies.checkpoints import Checkpointer, CheckpointError
+from policies.snapshot import MismatchError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,33 +72,64 @@ def command(argv: Sequence[str]) -> int:
         mesh = make_mesh(experts=config.experts, expert_parallel=config.expert_parallel)
         with jax.set_mesh(mesh):
             training = Training.of(config)
-        first = jax.process_index() == 0
-        if first:
+        resume.check(config)
+        if jax.process_index() == 0:
             config.out_dir.mkdir(parents=True, exist_ok=True)
+            resume.set_aside(config)
+        distributed.wait_for_all()
     except (ValueError, OSError) as error:
-        print("train_lm: error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    with jax.set_mesh(mesh):
-        result = report(training, text, mesh) if first else run(training, text, mesh, Path(os.devnull))
+        return fail(2, error)
+    try:
+        result = train(training, text, mesh)
+    except MismatchError as error:
+        return fail(2, error)
+    except CheckpointError as error:
+        return fail(4, error)
     distributed.wait_for_all()  # for the figure
-    if result.overflow is not None:
-        print(f"train_lm: {result.overflow}", file=sys.stderr)
-        return 3
-    return 130 if result.stopped else 0
+    return exit_code(result)
 
 
-def report(training: Training, text: data.Text, mesh: jax.sharding.Mesh) -> Result:
-    """Trains with the mesh in context, prints what comes of it and draws the figure."""
-    config, unigram = training.config, data.unigram_loss(text)
-    print(f"text      {text.source}: {len(text.train):,} bytes to train on, {len(text.validation):,} to validate")
-    shape = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
-    print(f"devices   {mesh.size} of {mesh.devices.flat[0].device_kind}, {shape}")
-    result = run(training, text, mesh, config.out_dir / "steps.jsonl")
-    print(f"\n{table(training, result, unigram)}")
-    if result.records:
-        figure(training, result, unigram, config.out_dir / "run.png")
-        print(f"\nwritten   {config.out_dir}/run.png, {config.out_dir}/steps.jsonl")
+def fail(code: int, error: Exception) -> int:
+    """Tells the error in one line; returns the exit code."""
+    print("train_lm: error:", " ".join(str(error).split()), file=sys.stderr)
+    return code
+
+
+def train(training: Training, text: data.Text, mesh: jax.sharding.Mesh) -> Result:
+    """Trains; the first process prints what comes of it and draws the figure."""
+    config, unigram, tell = training.config, data.unigram_loss(text), jax.process_index() == 0
+    if tell:
+        shape = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+        print(f"text      {text.source}: {len(text.train):,} bytes to train on, {len(text.validation):,} to validate")
+        print(f"devices   {mesh.size} of {mesh.devices.flat[0].device_kind}, {shape}")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.set_mesh(mesh))
+        every, folder = config.checkpoint_every, resume.folder_of(config)
+        checkpoints = stack.enter_context(Checkpointer(folder, every=every, keep=config.keep)) if every else None
+        start = resume.take_up(training, text, mesh, checkpoints)
+        if tell and start is not None:
+            print(start)
+        result = run(training, text, mesh, config.out_dir / "steps.jsonl", checkpoints, start)
+    if tell:
+        print(f"\n{table(training, result, unigram)}")
+        if result.records:
+            figure(training, result, unigram, config.out_dir / "run.png")
+            print(f"\nwritten   {config.out_dir}/run.png, {config.out_dir}/steps.jsonl")
+        if result.saved:
+            print(f"saved     {result.saved} steps; the same command goes on from there")
     return result
+
+
+def exit_code(result: Result) -> int:
+    """What the run came to, as the exit code that the top of this file lists."""
+    if isinstance(result.error, CapacityOverflowError):
+        print(f"train_lm: {result.error}", file=sys.stderr)
+        return 3
+    if result.error is not None:
+        return fail(4, result.error)
+    if result.stopped is signal.SIGTERM:
+        return 0 if result.saved else 128 + signal.SIGTERM
+    return 0 if result.stopped is None else 128 + result.stopped
 
 
 if __name__ == "__main__":

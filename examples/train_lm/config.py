@@ -15,6 +15,8 @@ from policies import from_config
 
 CONFIGS = Path(__file__).parent / "configs"
 DEFAULT = CONFIGS / "retry_dropless.yaml"
+FROM_ZERO = {"checkpoint_every", "seed", "lag", "warmup_steps"}
+RESUME = ("auto", "never")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +26,10 @@ class Config:
     Attributes:
       policy: name and numbers of the capacity policy, as ``policies.from_config`` takes them.
       data: a text file, or a folder of them. null: the Python sources of the standard library.
-      out: folder for the figure and the log. null: ``runs/`` and the name of the policy.
+      out: folder for the figure, the log and the checkpoints. null: ``runs/`` and the name of the policy.
+      checkpoint_every: steps from one checkpoint to the next. 0: none.
+      keep: newest checkpoints to keep.
+      resume: auto: go on from the checkpoints in the folder, if there are any. never: start over, and set them aside.
       seed: of the initial parameters and of the batches.
       steps: optimiser steps.
       batch_size: sequences in one optimiser step.
@@ -53,6 +58,9 @@ class Config:
     policy: Mapping[str, Any]
     data: str | None = None
     out: str | None = None
+    checkpoint_every: int = 0
+    keep: int = 3
+    resume: str = "auto"
     seed: int = 0
     steps: int = 120
     batch_size: int = 16
@@ -79,11 +87,13 @@ class Config:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type == "int":
-                positive_int(field.name, value, minimum=0 if field.name in ("seed", "lag", "warmup_steps") else 1)
+                positive_int(field.name, value, minimum=0 if field.name in FROM_ZERO else 1)
             elif field.type == "float":
                 _number(field.name, value)
             elif field.type == "str | None" and not (value is None or (isinstance(value, str) and value)):
                 raise ValueError(f"{field.name} must be a path or null, got {value!r}")
+        if self.resume not in RESUME:
+            raise ValueError(f"resume must be one of {RESUME}, got {self.resume!r}")
         if self.clip_norm == 0:
             raise ValueError("clip_norm must be above 0, got 0; it scales the gradient")
         if self.width % (2 * self.heads):

@@ -1,16 +1,14 @@
-"""Several processes as one run: how they find each other, and how they agree to stop."""
+"""Several processes as one run: how they find each other, and wait for each other."""
 
 from __future__ import annotations
 
 import dataclasses
-import signal
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import yaml
 from jax._src import distributed  # the barrier has no public name yet
-from jax.experimental import multihost_utils
 
 from examples.train_lm.config import pairs
 from moe_blocks.capacity import positive_int
@@ -126,39 +124,3 @@ def parse(argv: Sequence[str]) -> tuple[Processes, list[str]]:
         else:
             rest.append(f"{key}={text}")
     return Processes(**told), rest
-
-
-class Stop:
-    """The wish to end a run, and the step before which every process ends it.
-
-    A process that is alone ends at once. Several agree through jax's coordination service, beside the training: no
-    step waits for it. It also hears SIGTERM, the notice of SLURM, Kubernetes and TPU pods that a process is to end.
-
-    Attributes:
-      agreed: whether the run ends; the same in every process.
-
-    Example:
-      >>> stop = Stop()
-      >>> stop.before_next_step()
-      False
-      >>> stop.ask()
-      >>> stop.before_next_step()
-      True
-    """
-
-    def __init__(self) -> None:
-        self.agreed = False
-        self._steps = 0
-
-    def ask(self) -> None:
-        """Asks every process to stop; returns at once."""
-        if jax.distributed.is_initialized():
-            signal.raise_signal(signal.SIGTERM)
-        else:
-            self.agreed = True
-
-    def before_next_step(self) -> bool:
-        """Whether to stop now; every process asks once before each step."""
-        self.agreed = self.agreed or multihost_utils.reached_preemption_sync_point(self._steps)
-        self._steps += 1
-        return self.agreed

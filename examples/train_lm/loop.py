@@ -1,14 +1,13 @@
-"""The training loop: batches in, one record per accepted step out, with a progress line and a clean Ctrl-C."""
+"""The training loop: batches in, one record per accepted step out, with progress, checkpoints and a clean stop."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
+import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,10 +16,13 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from examples.train_lm import data
-from examples.train_lm.distributed import Stop, wait_for_all
+from examples.train_lm.distributed import wait_for_all
 from examples.train_lm.mesh import own_rows, spread
+from examples.train_lm.resume import cut_log, identity
+from examples.train_lm.stop import stop_on_signal
 from examples.train_lm.train import Training, TrainState
 from policies import CapacityOverflowError, EvalRunner, StepReport, StepRunner, from_config
+from policies.checkpoints import Checkpointer, Restored
 
 
 class Record(NamedTuple):
@@ -38,6 +40,7 @@ class Record(NamedTuple):
       retries: attempts before the accepted one.
       dropped: the share of assignments that were not served.
       seconds: since the previous record.
+      skipped: whether the step left no trace, since its numbers were not finite.
     """
 
     step: int
@@ -51,29 +54,39 @@ class Record(NamedTuple):
     retries: int
     dropped: float
     seconds: float
+    skipped: bool = False
 
 
 class Result(NamedTuple):
     """What a run came to.
 
     Attributes:
-      records: one per accepted step.
+      records: one per accepted step, those of earlier runs that it went on from included.
       validation_loss: in nats per byte; None if the run ended early.
       executables: programs compiled.
       compile_seconds: before the first step.
-      stopped: by Ctrl-C.
-      overflow: what stopped a run whose policy could not go on.
+      stopped: the signal that asked for it.
+      error: what stopped a run whose policy, or whose data, could not go on.
+      saved: steps in the newest checkpoint.
     """
 
     records: list[Record]
     validation_loss: float | None
     executables: int
     compile_seconds: float
-    stopped: bool
-    overflow: CapacityOverflowError | None
+    stopped: signal.Signals | None
+    error: CapacityOverflowError | OSError | None
+    saved: int
 
 
-def run(training: Training, text: data.Text, mesh: Mesh, path: Path) -> Result:
+def run(
+    training: Training,
+    text: data.Text,
+    mesh: Mesh,
+    path: Path,
+    checkpoints: Checkpointer | None = None,
+    start: Restored | None = None,
+) -> Result:
     """Trains, then evaluates, with the mesh in context.
 
     Args:
@@ -81,8 +94,13 @@ def run(training: Training, text: data.Text, mesh: Mesh, path: Path) -> Result:
       text: to train and to validate on.
       mesh: devices.
       path: of the file that gets every record, as a line of JSON.
+      checkpoints: where the run is saved; at the end it always is.
+      start: what to go on from.
 
-    Every process of a run calls it, and runs the same steps; the first one shows the progress.
+    Every process of a run calls it, and runs the same steps; the first one shows the progress and keeps the log.
+
+    Raises:
+      CheckpointError: if a checkpoint cannot be written.
     """
     config, window = training.config, training.config.seq_len + 1
     own, first = own_rows(mesh, config.batch_size), jax.process_index() == 0
@@ -91,46 +109,75 @@ def run(training: Training, text: data.Text, mesh: Mesh, path: Path) -> Result:
         rows = data.batch(text.train, seed=config.seed, step=step, rows=config.batch_size, window=window, part=own)
         return spread(rows, mesh, config.batch_size)
 
-    runner = StepRunner(training.step, from_config(config.policy), training.spec, lag=config.lag)
-    records: list[Record] = []
-    overflow = None
-    with stop_on_interrupt() as stop, path.open("w", encoding="utf-8") as lines:
+    done, policy_state = (0, None) if start is None else (start.step, start.policy_state)
+    runner = StepRunner(
+        training.step,
+        from_config(config.policy),
+        training.spec,
+        lag=config.lag,
+        policy_state=policy_state,
+        first_step=done,
+    )
+    error: CapacityOverflowError | OSError | None = None
+    records = [Record(**entry) for entry in cut_log(path, done)] if first else []
+    file = path if first else Path(os.devnull)
+    with stop_on_signal() as stop, file.open("a", buffering=1, encoding="utf-8") as lines:
         if first:
             print("compiling ...", file=sys.stderr)
         started = time.perf_counter()
-        state = training.init(mesh)
+        state = training.init(mesh) if start is None else start.state
         runner.compile(state, batch(0))
         wait_for_all()
         compile_seconds = time.perf_counter() - started
 
-        # Ctrl-C ends the stream of batches, so the runner settles what is in flight and the loop ends as always.
-        steps = itertools.takewhile(lambda _: not stop.before_next_step(), range(config.steps))
-        batches = (batch(step) for step in steps)
         interval = 0.1 if sys.stderr.isatty() else 10.0  # a log file wants few lines
-        with tqdm(total=config.steps, unit="step", mininterval=interval, dynamic_ncols=True, disable=not first) as bar:
+        bar = tqdm(
+            total=config.steps,
+            initial=done,
+            unit="step",
+            mininterval=interval,
+            dynamic_ncols=True,
+            disable=not first,
+        )
+        with bar:
             last = time.perf_counter()
 
-            def log(report: StepReport) -> None:
+            def log(reports: Iterable[StepReport]) -> None:
                 nonlocal last
-                now = time.perf_counter()
-                records.append(record(training, report, now - last))
-                last = now
-                lines.write(json.dumps(records[-1]._asdict()) + "\n")
-                bar.set_postfix_str(progress(training, records), refresh=False)
-                bar.update()
+                for report in reports:
+                    now = time.perf_counter()
+                    records.append(record(training, report, now - last))
+                    last = now
+                    lines.write(json.dumps(records[-1]._asdict()) + "\n")
+                    bar.set_postfix_str(progress(training, records), refresh=False)
+                    bar.update()
 
+            def save(checkpoints: Checkpointer) -> None:
+                log(runner.drain())
+                if first:
+                    os.fsync(lines.fileno())  # a checkpoint never knows of a step that the log does not
+                checkpoints.save(runner, data={"next_batch": runner.submitted}, config=identity(config, text))
+
+            runner.start(state)
             try:
-                for report in runner.run(state, batches):
-                    log(report)
-            except CapacityOverflowError as error:
-                overflow = error
-                for report in runner.drain():  # steps that were done before it
-                    log(report)
-        early = overflow is not None or stop.agreed
-        validation_loss = (
-            None if early else evaluate(EvalRunner(training.eval_step), training, text, mesh, runner.state)
-        )
-        return Result(records, validation_loss, runner.executables, compile_seconds, stop.agreed, overflow)
+                for step in range(done, config.steps):
+                    if stop.before_next_step():
+                        break
+                    log(runner.submit(batch(step)))
+                    if checkpoints is not None and checkpoints.due(runner.submitted):
+                        save(checkpoints)
+                log(runner.drain())
+            except (CapacityOverflowError, OSError) as stopper:
+                error = stopper
+                log(runner.drain())  # steps that were done before it
+            if checkpoints is not None and runner.submitted:
+                save(checkpoints)
+                checkpoints.wait()
+        early = stop.agreed or error is not None
+        evaluator = EvalRunner(training.eval_step)
+        validation_loss = None if early else evaluate(evaluator, training, text, mesh, runner.state)
+        saved = 0 if checkpoints is None else max(checkpoints.steps, default=0)
+        return Result(records, validation_loss, runner.executables, compile_seconds, stop.signal, error, saved)
 
 
 def record(training: Training, report: StepReport, seconds: float) -> Record:
@@ -151,6 +198,7 @@ def record(training: Training, report: StepReport, seconds: float) -> Record:
         retries=len(report.rejected),
         dropped=int(metrics["dropped"]) / assignments,
         seconds=seconds,
+        skipped=report.skipped,
     )
 
 
@@ -180,21 +228,3 @@ def evaluate(evaluator: EvalRunner, training: Training, text: data.Text, mesh: M
     reports = evaluator.run(state, (spread(rows, mesh, config.rows) for rows in batches))
     losses = [float(report.metrics["loss"]) for report in reports]
     return sum(losses) / len(losses)
-
-
-@contextlib.contextmanager
-def stop_on_interrupt() -> Iterator[Stop]:
-    """A wish to stop that the first Ctrl-C makes. A second Ctrl-C interrupts as usual."""
-    stop = Stop()
-    previous = signal.getsignal(signal.SIGINT)
-
-    def ask(*_: object) -> None:
-        stop.ask()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        print("\nstopping after the steps in flight; Ctrl-C again quits at once", file=sys.stderr)
-
-    signal.signal(signal.SIGINT, ask)
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGINT, previous)

@@ -87,21 +87,28 @@ class Training:
         )
         return cls(config, LanguageModel(config.layers, config.width, config.heads, moe), optimizer, spec)
 
+    def abstract(self, mesh: Mesh) -> TrainState:
+        """Shapes, dtypes and places: experts, and what the optimiser keeps of them, over the expert axis."""
+        boxed = jax.eval_shape(self._boxed, jax.random.key(0))
+        shardings = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, SHARDED)
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            nn.unbox(boxed),
+            shardings,
+        )
+
     def init(self, mesh: Mesh) -> TrainState:
-        """The state before the first step: experts, and what the optimiser keeps of them, over the expert axis."""
+        """The state before the first step."""
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract(mesh))
+        make = jax.jit(lambda key: nn.unbox(self._boxed(key)), out_shardings=shardings)
+        return make(jax.random.key(self.config.seed))
 
-        def boxed(key: PRNGKeyArray) -> TrainState:
-            text = jnp.zeros((self.config.rows, self.config.seq_len), jnp.uint8)
-            variables = self.model.init(key, text, capacity=Capacity(slots=None))
-            params = variables["params"]
-            return TrainState(
-                jnp.zeros((), jnp.int32), params, variables.get("moe_state", {}), self.optimizer.init(params)
-            )
-
-        key = jax.random.key(self.config.seed)
-        names = nn.get_partition_spec(jax.eval_shape(boxed, key))
-        shardings = nn.logical_to_mesh_sharding(names, mesh, SHARDED)
-        return jax.jit(lambda key: nn.unbox(boxed(key)), out_shardings=shardings)(key)
+    def _boxed(self, key: PRNGKeyArray) -> TrainState:
+        """The first state, the parameters with the names of their axes."""
+        text = jnp.zeros((self.config.rows, self.config.seq_len), jnp.uint8)
+        variables = self.model.init(key, text, capacity=Capacity(slots=None))
+        params = variables["params"]
+        return TrainState(jnp.zeros((), jnp.int32), params, variables.get("moe_state", {}), self.optimizer.init(params))
 
     def step(
         self, state: TrainState, batch: UInt8[Array, "rows window"], *, capacity: Capacity

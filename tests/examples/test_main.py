@@ -1,20 +1,22 @@
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from examples.train_lm import data
-from examples.train_lm.__main__ import main
+from examples.train_lm.__main__ import exit_code, main
 from examples.train_lm.config import CONFIGS
+from examples.train_lm.loop import Result
+from policies import CapacityOverflowError
 from tests.examples import tiny
+from tests.examples.tiny import train
 
 ROOT = Path(__file__).parents[2]
 # Small models overflow at any step, so a factor of an eighth, and a ladder of two rungs.
@@ -24,22 +26,6 @@ POLICIES = {
     "retry_dropless": ["policy.factor=0.125"],
     "adaptive_grow": ["policy.initial_factor=0.125", "policy.growth=64"],
 }
-
-
-class Run(NamedTuple):
-    code: int
-    out: str
-    err: str
-    records: list[dict[str, Any]]
-    figure: bytes
-
-
-def train(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> Run:
-    capsys.readouterr()
-    code = main([*tiny.ARGV, f"out={folder}", *words])
-    log, figure = folder / "steps.jsonl", folder / "run.png"
-    records = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    return Run(code, *capsys.readouterr(), records, figure.read_bytes() if figure.exists() else b"")
 
 
 @pytest.mark.timeout(600)  # many programs to compile
@@ -75,7 +61,7 @@ def test_every_policy_trains_reports_and_ends(capsys: pytest.CaptureFixture[str]
         assert all(share > 0.5 if name == "drop" else share == 0 for share in dropped), name
 
 
-def test_ctrl_c_stops_with_the_summary(
+def test_ctrl_c_saves_and_stops_with_the_summary(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch, handler = data.batch, signal.getsignal(signal.SIGINT)
@@ -86,8 +72,9 @@ def test_ctrl_c_stops_with_the_summary(
         return batch(*args, step=step, **kwargs)
 
     monkeypatch.setattr(data, "batch", interrupted)
-    run = train(capsys, tmp_path / "run", "policy.factor=0.125")
+    run = train(capsys, tmp_path / "run", "policy.factor=0.125", "checkpoint_every=3")
     assert run.code == 130
+    assert "saved     4 steps" in run.out
     assert "stopping after the steps in flight" in run.err
     assert "Traceback" not in run.err
     assert [record["step"] for record in run.records] == [0, 1, 2, 3]
@@ -123,6 +110,24 @@ def test_an_overflow_that_stops_the_run_is_told(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({}, 0),
+        ({"stopped": signal.SIGINT}, 130),
+        ({"stopped": signal.SIGTERM}, 0),
+        ({"stopped": signal.SIGTERM, "saved": 0}, 143),
+        ({"error": CapacityOverflowError(3, 9, 4, 2.25)}, 3),
+        ({"error": OSError("gone")}, 4),
+    ],
+)
+def test_the_exit_code_tells_how_it_ended(change: dict[str, Any], code: int) -> None:
+    result = Result(
+        records=[], validation_loss=None, executables=1, compile_seconds=0, stopped=None, error=None, saved=3
+    )
+    assert exit_code(result._replace(**change)) == code
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["stepz=3"], r"unknown keys \['stepz'\]"),
@@ -136,6 +141,9 @@ def test_an_overflow_that_stops_the_run_is_told(capsys: pytest.CaptureFixture[st
         (["--data", os.devnull], "data must be a file or a folder of text"),
         (["seq_len=20000"], "too little text"),
         (["batch_size=12"], "gives 12 sequences at once, which the 8 devices cannot share"),
+        (["resume=maybe"], r"resume must be one of \('auto', 'never'\), got 'maybe'"),
+        (["checkpoint_every=-1"], "checkpoint_every must be an integer of at least 0"),
+        (["keep=0"], "keep must be an integer of at least 1"),
         (["expert_parallel=0"], "expert_parallel must be an integer of at least 1"),
     ],
 )

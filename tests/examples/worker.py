@@ -26,8 +26,8 @@ from jaxtyping import Array, Float
 
 from examples.train_lm import data, distributed
 from examples.train_lm.__main__ import main
-from examples.train_lm.loop import stop_on_interrupt
 from examples.train_lm.mesh import AXES, make_mesh, own_rows, spread
+from examples.train_lm.stop import stop_on_signal
 from moe_blocks import Capacity, MoEBlock
 from policies import EvalRunner, RetryDropless, StepRunner
 from tests.policies import toy
@@ -121,7 +121,7 @@ def evaluate(training: StepRunner, mesh: jax.sharding.Mesh) -> list[float]:
 
 def steps_until_stopped(training: StepRunner, mesh: jax.sharding.Mesh, here: bool) -> int:
     """Steps that are done when one process gets a Ctrl-C."""
-    with stop_on_interrupt() as stop:
+    with stop_on_signal() as stop:
 
         def batches() -> Iterator[Array]:
             for number in itertools.count():
