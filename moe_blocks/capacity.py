@@ -66,8 +66,8 @@ class Capacity:
       chunks: run dispatch, experts and combine over the tokens in this many sequential chunks. It
         bounds the memory of the buffers and never changes which assignments are kept.
       on_overflow: ``"drop"``: the assignments beyond ``slots`` contribute nothing. ``"recompute"``: a layer that
-        overflows on any rank serves them in further turns, inside the compiled step, and drops nothing. It goes
-        through the same buffers as often as the fullest of them needs, so it has no use for chunks.
+        overflows on any rank serves them in further turns, inside the compiled step, and drops nothing. There are as
+        many as the fullest buffer needs, each with half as many rows, so it has no use for chunks.
 
     Raises:
       ValueError: if a field is out of range. A factor is not a number of slots.

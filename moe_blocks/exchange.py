@@ -81,10 +81,15 @@ class _Layer:
         one_pass = functools.partial(self.one_pass, min(spec.rows(capacity.slots), part.rows(None)))
         rows = tokens.reshape(-1, tokens.shape[-1]), weights.reshape(-1, weights.shape[-1]), admission.experts
         if recompute:
-            turn, turns = ep_turns(admission.experts, spec=spec, slots=slots, axis_name=self.expert_axis)
+            # What overflows is mostly less than what does not, and the buffers of one more turn lie beside gradients.
+            further = -(-slots // 2)
+            turn, turns = ep_turns(
+                admission.experts, spec=spec, slots=slots, further=further, axis_name=self.expert_axis
+            )
             if axes := jax.sharding.get_abstract_mesh().manual_axes:
                 turns = jax.lax.pmax(turns, axes)  # passes communicate, so all ranks must take as many
-            out = in_turns(one_pass, variables, *rows, turn, turns, num_experts=spec.num_experts)
+            passes = one_pass, functools.partial(self.one_pass, spec.rows(further))
+            out = in_turns(*passes, variables, *rows, turn, turns, num_experts=spec.num_experts)
         elif chunks > 1:
             out = in_chunks(one_pass, variables, *rows, chunks=chunks, num_experts=spec.num_experts)
         else:

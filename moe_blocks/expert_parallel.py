@@ -128,14 +128,15 @@ def ep_admit(
 
 
 def ep_turns(
-    experts: Int[Array, "T k"], *, spec: CapacitySpec, slots: int, axis_name: AxisName = None
+    experts: Int[Array, "T k"], *, spec: CapacitySpec, slots: int, further: int, axis_name: AxisName = None
 ) -> tuple[Int[Array, "T k"], Int[Array, ""]]:
-    """Deals out the assignments to turns such that no buffer gets more than ``slots`` of them in one.
+    """Deals out the assignments to turns such that no buffer gets more of them in one than it can hold.
 
     Args:
       experts: int32 ``[T, k]``, global experts of this rank's assignments, E for none.
       spec: sizes of the layer.
-      slots: rows of one buffer.
+      slots: rows of one buffer in the first turn.
+      further: likewise, in each further one.
       axis_name: mesh axis that shares the experts.
 
     Returns:
@@ -145,14 +146,18 @@ def ep_turns(
     buffers, num_buffers = _buffers(experts.ravel(), spec)
     counts = expert_load(buffers[:, None], num_experts=num_buffers)
     everyone = counts[None] if axis_name is None else jax.lax.all_gather(counts, axis_name)
-    turns = jnp.maximum(-(-everyone.sum(0).max() // slots), 1)
+
+    def turn_of(ahead: Array) -> Array:
+        return jnp.maximum(-(-(ahead + 1 - slots) // further), 0)
+
     # Served rank by rank: in the end everything is, so the order is nobody's loss.
     on_earlier_ranks = (jnp.cumsum(everyone, axis=0) - everyone)[axis_index(axis_name)]
 
     def dealt() -> Array:
         ahead = on_earlier_ranks.at[buffers].get(mode="fill", fill_value=0)
-        return (ahead + served_before(buffers, num_buffers=num_buffers)) // slots
+        return turn_of(ahead + served_before(buffers, num_buffers=num_buffers))
 
+    turns = 1 + turn_of(everyone.sum(0).max() - 1)
     turn = jax.lax.cond(turns > 1, dealt, lambda: jnp.zeros_like(buffers))
     return turn.reshape(experts.shape), turns
 

@@ -19,6 +19,8 @@ from jaxtyping import Array, Float, Int
 PyTree = Any
 # (variables, tokens [T, D], weights [T, k], experts [T, k], E for none) -> float32 [T, D]
 OnePass = Callable[[PyTree, Array, Array, Array], Array]
+# (what has a gradient, the rest, number of the turn) -> float32 [T, D]
+Serve = Callable[[Any, Any, int | Array], Array]
 
 
 def in_chunks(
@@ -59,7 +61,8 @@ def in_chunks(
 
 
 def in_turns(
-    one_pass: OnePass,
+    first: OnePass,
+    further: OnePass,
     variables: PyTree,
     tokens: Float[Array, "T D"],
     weights: Float[Array, "T k"],
@@ -75,7 +78,8 @@ def in_turns(
     runs them again: memory does not grow with the number of turns, and none of this costs anything when there is one.
 
     Args:
-      one_pass: pure; called on all tokens, with the experts of one turn.
+      first: pure; called on all tokens, with the experts of the first turn.
+      further: likewise, of each other turn.
       variables: of the experts.
       tokens: ``[T, D]``.
       weights: float32 ``[T, k]``.
@@ -91,41 +95,40 @@ def in_turns(
     trained = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
     parts = [[leaf for leaf, t in zip(leaves, trained, strict=True) if t is wanted] for wanted in (True, False)]
 
-    def serve(args: tuple[Any, ...], fixed: tuple[Any, ...], number: int | Array) -> Array:
-        """One turn, as a function of what has a gradient, and of the rest."""
-        trained_leaves, tokens, weights = args
-        fixed_leaves, experts, turn = fixed
-        merged = (iter(trained_leaves), iter(fixed_leaves))
-        whole = jax.tree.unflatten(structure, [next(merged[0] if t else merged[1]) for t in trained])
-        return one_pass(whole, tokens, weights, jnp.where(turn == number, experts, num_experts))
+    def serving(one_pass: OnePass) -> Serve:
+        def serve(args: tuple[Any, ...], fixed: tuple[Any, ...], number: int | Array) -> Array:
+            """One turn, as a function of what has a gradient, and of the rest."""
+            trained_leaves, tokens, weights = args
+            fixed_leaves, experts, turn = fixed
+            merged = (iter(trained_leaves), iter(fixed_leaves))
+            whole = jax.tree.unflatten(structure, [next(merged[0] if t else merged[1]) for t in trained])
+            return one_pass(whole, tokens, weights, jnp.where(turn == number, experts, num_experts))
+
+        return serve
 
     args = parts[0], tokens, weights
-    return _served(serve, args, (parts[1], experts, turn), turns)
+    return _served(serving(first), serving(further), args, (parts[1], experts, turn), turns)
 
 
-# (what has a gradient, the rest, number of the turn) -> float32 [T, D]
-Serve = Callable[[Any, Any, int | Array], Array]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _served(first: Serve, further: Serve, args: Any, fixed: Any, turns: Int[Array, ""]) -> Float[Array, "T D"]:
+    return _served_fwd(first, further, args, fixed, turns)[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _served(serve: Serve, args: Any, fixed: Any, turns: Int[Array, ""]) -> Float[Array, "T D"]:
-    return _served_fwd(serve, args, fixed, turns)[0]
-
-
-def _served_fwd(serve: Serve, args: Any, fixed: Any, turns: Array) -> tuple[Array, Any]:
-    nothing = jax.tree.map(lambda out: jnp.zeros(out.shape, out.dtype), jax.eval_shape(serve, args, fixed, 0))
-    rest = jax.lax.fori_loop(1, turns, lambda i, out: out + serve(args, fixed, i), nothing)
+def _served_fwd(first: Serve, further: Serve, args: Any, fixed: Any, turns: Array) -> tuple[Array, Any]:
+    nothing = jax.tree.map(lambda out: jnp.zeros(out.shape, out.dtype), jax.eval_shape(first, args, fixed, 0))
+    rest = jax.lax.fori_loop(1, turns, lambda i, out: out + further(args, fixed, i), nothing)
     # The first turn comes last, or what it keeps for the backward pass would lie beside the buffers of the others.
     args, rest = jax.lax.optimization_barrier((args, rest))
-    first, pull_back = jax.vjp(lambda args: serve(args, fixed, 0), args)
-    return first + rest, (pull_back, args, fixed, turns)
+    out, pull_back = jax.vjp(lambda args: first(args, fixed, 0), args)
+    return out + rest, (pull_back, args, fixed, turns)
 
 
-def _served_bwd(serve: Serve, residuals: Any, cotangent: Array) -> tuple[Any, None, None]:
+def _served_bwd(first: Serve, further: Serve, residuals: Any, cotangent: Array) -> tuple[Any, None, None]:
     pull_back, args, fixed, turns = residuals
 
     def add_turn(i: Array, gradients: Any) -> Any:
-        (more,) = jax.vjp(lambda args: serve(args, fixed, i), args)[1](cotangent)
+        (more,) = jax.vjp(lambda args: further(args, fixed, i), args)[1](cotangent)
         return jax.tree.map(jnp.add, gradients, more)
 
     (gradients,) = pull_back(cotangent)

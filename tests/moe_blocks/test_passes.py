@@ -44,7 +44,7 @@ def test_turns_add_up(turns: int) -> None:
         return jnp.sin(served(variables | {"scale": scale}, tokens, weights, experts)).sum()
 
     def turned(*args: Any) -> Any:
-        return in_turns(one_pass, *args, turn, jnp.int32(turns), num_experts=E)
+        return in_turns(one_pass, one_pass, *args, turn, jnp.int32(turns), num_experts=E)
 
     arguments = variables["scale"], tokens, weights
     want = jax.value_and_grad(loss, (0, 1, 2))(*arguments, one_pass)
@@ -52,7 +52,7 @@ def test_turns_add_up(turns: int) -> None:
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert_close(a, b, 1e-6)
     if turns > 1:  # control: every turn counts
-        short = in_turns(one_pass, *problem(), turn, jnp.int32(turns - 1), num_experts=E)
+        short = in_turns(one_pass, one_pass, *problem(), turn, jnp.int32(turns - 1), num_experts=E)
         assert np.abs(short - one_pass(*problem())).max() > 0.1
 
 
@@ -68,12 +68,12 @@ def test_chunks_add_up(chunks: int) -> None:
 def test_a_turn_holds_no_more_than_the_slots() -> None:
     experts = jnp.array([[0, 1], [0, 2], [0, 1], [0, 4], [4, 4]])  # 4: none
     spec = CapacitySpec(5, 4, 2, scope="expert")
-    turn, turns = ep_turns(experts, spec=spec, slots=3)
+    turn, turns = ep_turns(experts, spec=spec, slots=3, further=2)
     assert turn.ravel()[:7].tolist() == [0, 0, 0, 0, 0, 0, 1] and turns == 2
-    assert ep_turns(experts, spec=spec, slots=4)[1] == 1
-    turn, turns = ep_turns(experts, spec=CapacitySpec(5, 4, 2), slots=3)
-    assert turn.ravel()[:7].tolist() == [0, 0, 0, 1, 1, 1, 2] and turns == 3
-    turn, turns = ep_turns(jnp.full((5, 2), 4), spec=spec, slots=3)
+    assert ep_turns(experts, spec=spec, slots=4, further=2)[1] == 1
+    turn, turns = ep_turns(experts, spec=CapacitySpec(5, 4, 2), slots=3, further=2)
+    assert turn.ravel()[:7].tolist() == [0, 0, 0, 1, 1, 2, 2] and turns == 3
+    turn, turns = ep_turns(jnp.full((5, 2), 4), spec=spec, slots=3, further=2)
     assert turns == 1 and not turn.any()
 
 
