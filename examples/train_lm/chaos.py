@@ -40,7 +40,7 @@ from policies.checkpoints import Checkpointer, Restored, crc32
 
 TINY = {
     "layers": 1, "width": 16, "heads": 1, "experts": 4, "expert_width": 16, "batch_size": 4, "seq_len": 16,
-    "eval_batches": 1, "warmup_steps": 2, "checkpoint_every": 5, "policy.factor": 1.1,
+    "eval_batches": 1, "warmup_steps": 2, "checkpoint_every": 10, "policy.factor": 1.1,
 }  # fmt: skip
 DEVICES = 2
 WRONG = ("none", "step", "policy_state")
