@@ -40,7 +40,7 @@ from policies.checkpoints import Checkpointer, Restored, crc32
 
 TINY = {
     "layers": 1, "width": 16, "heads": 1, "experts": 4, "expert_width": 16, "batch_size": 4, "seq_len": 16,
-    "eval_batches": 1, "warmup_steps": 2, "checkpoint_every": 5, "policy.factor": 1.1,
+    "eval_batches": 1, "warmup_steps": 2, "checkpoint_every": 10, "policy.factor": 1.1,
 }  # fmt: skip
 DEVICES = 2
 WRONG = ("none", "step", "policy_state")
@@ -75,15 +75,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     reference = config_of(settings, "alone")
     print(f"one training of {settings.steps} steps, left alone ...", file=sys.stderr)
     live(reference, settings, lambda _: False)
-    chance, where, differences, rounds = random.Random(settings.seed), collections.Counter[str](), [], 0
-    while where.total() < settings.kills:
+    chance, where, differences, rounds, spoilt = random.Random(settings.seed), collections.Counter[str](), [], 0, 0
+    more = True
+    while more:
         rounds += 1
         killed = config_of(settings, f"killed{rounds}")
-        while (fell := one_life(killed, settings, chance, left=settings.kills - where.total())) is not None:
+        while (fell := one_life(killed, settings, chance, kill=more)) is not None:
             where[fell] += 1
             print(f"kill {where.total()} of {settings.kills}: {fell}", file=sys.stderr)
+            if settings.wrong != "none" and checkpoints(folder_of(killed)):
+                spoil(folder_of(killed), settings.wrong)
+                spoilt += 1
+            more = where.total() < settings.kills or (settings.wrong != "none" and not spoilt)
         differences += compare(reference, killed)
     print(table(settings, reference, where, rounds, differences))
+    if settings.wrong != "none":
+        print(f"  made wrong on purpose   {spoilt} checkpoints, without the {settings.wrong}")
     return 1 if differences else 0
 
 
@@ -148,11 +155,15 @@ def live(config: Config, settings: Settings, kill_now: Callable[[float], bool]) 
     return code < 0
 
 
-def one_life(config: Config, settings: Settings, chance: random.Random, *, left: int) -> str | None:
-    """Runs the training until it is killed, and tells where that fell; None if it came to its end."""
+def one_life(config: Config, settings: Settings, chance: random.Random, *, kill: bool) -> str | None:
+    """Runs the training until it is killed, and tells where that fell; None if it came to its end.
+
+    Without ``kill`` it is let alone.
+    """
     log, folder = config.out_dir / "steps.jsonl", folder_of(config)
     before = log.stat().st_ino if log.exists() else None  # a life begins with a new file
     size = when = None
+    saves, busy, turn = 0, False, chance.randint(1, 2)
     kind = chance.choices(("starting", "stepping", "saving"), (1, 2, 2))[0]
     lines, delay, share = chance.randint(1, 12), chance.uniform(0, 0.1), chance.random()
 
@@ -163,15 +174,22 @@ def one_life(config: Config, settings: Settings, chance: random.Random, *, left:
             size = log.stat().st_size
         return 0 if size is None else log.stat().st_size - size
 
+    def begun() -> int:
+        """Saves that this life has begun."""
+        nonlocal saves, busy
+        was, busy = busy, grown() > 0 and saving(folder)
+        saves += busy and not was
+        return saves
+
     def kill_now(seconds: float) -> bool:
         nonlocal when
         event = {
             "starting": seconds > share * START_SECONDS,
             "stepping": grown() > lines * LINE_BYTES,
-            "saving": grown() > 0 and saving(folder),
+            "saving": begun() >= turn,
         }[kind]
         when = seconds if event and when is None else when
-        return left > 0 and when is not None and seconds >= when + (0 if kind == "starting" else delay)
+        return kill and when is not None and seconds >= when + (0 if kind == "starting" else delay)
 
     if not live(config, settings, kill_now):
         return None
@@ -181,8 +199,6 @@ def one_life(config: Config, settings: Settings, chance: random.Random, *, left:
         fell = "during a save"
     else:
         fell = "between saves" if checkpoints(folder) else "before the first save"
-    if settings.wrong != "none" and checkpoints(folder):
-        spoil(folder, settings.wrong)
     return fell
 
 

@@ -394,3 +394,13 @@ def test_batches_may_be_an_iterator_that_is_read_no_further_than_needed() -> Non
     reports = StepRunner(step, Drop(1.0), SPEC, lag=1).run(state_of_every_kind(), stream())
     next(reports)
     assert pulled == [0, 1]
+
+
+def test_submitted_counts_what_is_in_flight() -> None:
+    runner = StepRunner(step, RetryDropless(1.0), SPEC, lag=5, first_step=3)
+    runner.start(state_of_every_kind())
+    for batch in batches(9, 1):  # the first one will be rejected
+        runner.submit(batch)
+    assert runner.submitted == 5
+    assert [report.step for report in runner.drain()] == [3, 4]
+    assert runner.submitted == 5
