@@ -88,8 +88,8 @@ class Layout(NamedTuple):
     Attributes:
       token: int32 ``[M]``, the token in each row; N for an empty row.
       assignment: int32 ``[M]``, the assignment ``token * k + choice`` in each row; N * k for an empty row.
-      rows: int32 ``[N, m]``, the rows of each token, ascending, M for none; ``m = min(k, G)`` suffices since the
-        experts of a token are distinct.
+      rows: int32 ``[N, m]``, the rows of each token, ascending, M for none. For experts ``m = min(k, G)`` suffices,
+        since those of a token are distinct.
       group_sizes: int32 ``[G]``, rows of each group.
     """
 
@@ -99,7 +99,9 @@ class Layout(NamedTuple):
     group_sizes: Int[Array, " G"]
 
 
-def make_layout(groups: Int[Array, "N k"], *, num_groups: int, num_rows: int) -> Layout:
+def make_layout(
+    groups: Int[Array, "N k"], *, num_groups: int, num_rows: int, rows_per_token: int | None = None
+) -> Layout:
     """Sorts assignments by group, stable in the token order.
 
     Args:
@@ -107,6 +109,7 @@ def make_layout(groups: Int[Array, "N k"], *, num_groups: int, num_rows: int) ->
         them have one.
       num_groups: G.
       num_rows: M, at most ``N * k``.
+      rows_per_token: m, the most rows that a token has; None: ``min(k, G)``, as its groups are distinct.
 
     Returns:
       A ``Layout``.
@@ -130,7 +133,8 @@ def make_layout(groups: Int[Array, "N k"], *, num_groups: int, num_rows: int) ->
     row = jnp.full((total + 1,), num_rows, jnp.int32)
     # Empty rows all write to the spare last entry, which is cut off.
     row = row.at[assignment].set(jnp.where(filled, jnp.arange(num_rows, dtype=jnp.int32), num_rows))
-    rows = jnp.sort(row[:total].reshape(num_tokens, k), axis=-1)[:, : min(k, num_groups)]
+    most = min(k, num_groups) if rows_per_token is None else rows_per_token
+    rows = jnp.sort(row[:total].reshape(num_tokens, k), axis=-1)[:, :most]
     return Layout(assignment // k, assignment, rows, jnp.diff(bounds))
 
 

@@ -186,7 +186,7 @@ def ep_plan(
     )
     here = num_experts // axis_size(axis_name)
     # Counted from one on the way, since a row that nobody sent is zero.
-    received = transport.collect(jnp.where(experts < num_experts, experts + 1, 0)) - 1
+    received = transport.collect_choices(jnp.where(experts < num_experts, experts + 1, 0)) - 1
     local = received - axis_index(axis_name) * here
     local = jnp.where((received >= 0) & (local >= 0) & (local < here), local, here)
     return Handle(make_layout(local, num_groups=here, num_rows=num_rows), kept, transport)
@@ -268,7 +268,7 @@ def ep_collect(
       ``(tokens [N, D], weights [M])``; row i is token ``handle.layout.token[i]``.
     """
     received = handle.transport.collect(tokens.reshape(-1, tokens.shape[-1]))
-    received_weights = handle.transport.collect(jnp.asarray(weights).reshape(-1, weights.shape[-1])).ravel()
+    received_weights = handle.transport.collect_choices(jnp.asarray(weights).reshape(-1, weights.shape[-1])).ravel()
     return received, received_weights.at[handle.layout.assignment].get(mode="fill", fill_value=0)
 
 

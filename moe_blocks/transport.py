@@ -4,11 +4,15 @@ A *transport* is planned once for a batch and then moves any number of arrays th
 contract:
 
   ``"all_gather"``         every rank receives the tokens of all ranks of its group. Runs everywhere.
-  ``"ragged_all_to_all"``  a rank receives the tokens that have an expert there, each once, however many of its experts
-                           live there. Native on TPU and GPU, emulated elsewhere.
+  ``"ragged_all_to_all"``  a rank receives one row for each assignment to its experts. Native on TPU and GPU, emulated
+                           elsewhere.
+
+The second one could send a token once to a rank where several of its experts live. That saves a tenth of the traffic
+where 8 of 256 experts are chosen at random and 32 ranks hold them, but then the rows of a token must be added up on the
+rank: as many gathers of width D as a token may have rows there, nearly all of them of nothing.
 
 Symbols: ``ep`` ranks of the group, ``T`` tokens of this rank, ``k`` choices, ``E`` experts of which ``E/ep`` live
-here, ``S`` rows sent, ``N`` rows received, ``D`` width.
+here, ``S`` rows sent, ``N`` rows received, ``c`` choices that a received row stands for, ``D`` width.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
-from moe_blocks.dispatch import Layout, combine_rows, gather_rows, make_layout
+from moe_blocks.dispatch import Layout, combine_rows, gather_rows, make_layout, take_rows
 from moe_blocks.mesh import AxisName, axis_index, axis_size, platform
 
 
@@ -34,8 +38,12 @@ class Transport(Protocol):
         """The rows that this rank receives, by source rank, then token; zeros past the last. Differentiable."""
         ...
 
+    def collect_choices(self, x: Shaped[Array, "T k"]) -> Shaped[Array, "N c"]:
+        """What belongs to the choices that the received rows stand for. Differentiable."""
+        ...
+
     def give_back(self, sums: Float[Array, "N D"], dtype: DTypeLike) -> Float[Array, "T D"]:
-        """Each token's sum over the ranks that received it, in float32; rows past the last are ignored.
+        """Each token's sum over its rows, in float32; rows past the last are ignored.
 
         They may travel in ``dtype``.
         """
@@ -56,6 +64,10 @@ class AllGather:
     def collect(self, x: Shaped[Array, "T W"]) -> Shaped[Array, "N W"]:
         """See `Transport`. ``N = ep * T``."""
         return x if self.axis_name is None else jax.lax.all_gather(x, self.axis_name, tiled=True)
+
+    def collect_choices(self, x: Shaped[Array, "T k"]) -> Shaped[Array, "N c"]:
+        """See `Transport`. ``c = k``: a row stands for all choices of its token."""
+        return self.collect(x)
 
     def give_back(self, sums: Float[Array, "N D"], dtype: DTypeLike) -> Float[Array, "T D"]:
         """See `Transport`. They travel in float32, since they are added up on their way."""
@@ -150,10 +162,10 @@ _travel.defvjp(lambda *args: (_travel(*args), args[-1]), _travel_bwd)
 )
 @dataclasses.dataclass(frozen=True)
 class RaggedAllToAll:
-    """Each rank receives what it needs; each token's sums go home one by one and are added up there.
+    """Each rank receives one row for each assignment to its experts; the results go home one by one, to be added up.
 
     Attributes:
-      sent: where the tokens of this rank lie among the rows that it sends, one group for each receiver.
+      sent: where the assignments of this rank lie among the rows that it sends, one group for each receiver.
       sizes: int32 ``[ep, ep]``, rows from each rank to each.
       num_received: N, static.
       axis_name: mesh axis, static.
@@ -168,25 +180,27 @@ class RaggedAllToAll:
     def plan(
         cls, experts: Int[Array, "T k"], *, num_experts: int, num_rows: int, axis_name: AxisName
     ) -> RaggedAllToAll:
-        """Finds out which ranks each token has to go to; see `plan_transport`."""
+        """Sorts the assignments by the ranks of their experts; see `plan_transport`."""
         ep, (num_tokens, k) = axis_size(axis_name), experts.shape
-        ranks = jnp.sort(experts // (num_experts // ep), axis=-1)  # ep for none
-        again = jnp.pad(ranks[:, 1:] == ranks[:, :-1], ((0, 0), (1, 0)))
-        ranks = jnp.where(again, ep, ranks)
-        sent = make_layout(ranks, num_groups=ep, num_rows=num_tokens * min(k, ep))
-        sizes = jax.lax.all_gather(sent.group_sizes, axis_name)
-        return cls(sent, sizes, min(ep * num_tokens, num_rows), axis_name)
+        sent = make_layout(experts // (num_experts // ep), num_groups=ep, num_rows=num_tokens * k, rows_per_token=k)
+        return cls(sent, jax.lax.all_gather(sent.group_sizes, axis_name), num_rows, axis_name)
 
     def collect(self, x: Shaped[Array, "T W"]) -> Shaped[Array, "N W"]:
-        """See `Transport`. N is at most the rows of the buffers, since every received token fills one."""
-        rows = gather_rows(x, self.sent)
-        return _travel(rows.shape[0], self.num_received, self.axis_name, rows, self.sizes)
+        """See `Transport`. N is the number of rows of the buffers."""
+        return self._send(gather_rows(x, self.sent))
+
+    def collect_choices(self, x: Shaped[Array, "T k"]) -> Shaped[Array, "N c"]:
+        """See `Transport`. ``c = 1``."""
+        return self._send(take_rows(x.reshape(-1, 1), self.sent.assignment))
 
     def give_back(self, sums: Float[Array, "N D"], dtype: DTypeLike) -> Float[Array, "T D"]:
         """See `Transport`."""
         num_sent = self.sent.token.shape[0]
         rows = _travel(self.num_received, num_sent, self.axis_name, sums.astype(dtype), self.sizes.T)
         return combine_rows(rows, jnp.ones(num_sent, jnp.float32), self.sent)
+
+    def _send(self, rows: Shaped[Array, "S W"]) -> Shaped[Array, "N W"]:
+        return _travel(rows.shape[0], self.num_received, self.axis_name, rows, self.sizes)
 
 
 COLLECTIVES = ("all_gather", "ragged_all_to_all")

@@ -101,11 +101,12 @@ def trips(collective: str, num_rows: int) -> Any:
 
         def there_and_back(x: Any) -> Any:
             received = transport.collect(x)
-            wanted = transport.collect(jnp.where(experts < E, experts + 1, 0)) - 1
-            here = (wanted >= 0) & (wanted // (E // EP) == jax.lax.axis_index("expert"))
-            used = here.any(-1)
+            wanted = transport.collect_choices(jnp.where(experts < E, experts + 1, 0)) - 1
+            rank = jax.lax.axis_index("expert")
+            here = ((wanted >= 0) & (wanted // (E // EP) == rank)).sum(-1)
+            used = here > 0
             # A rank that does not serve a token has nothing to send back, if it has received it at all.
-            factor = jnp.where(used, 1 + jax.lax.axis_index("expert"), 0).astype(jnp.float32)[:, None]
+            factor = ((1 + rank) * here).astype(jnp.float32)[:, None]
             sums = factor * jnp.where(used[:, None], received, 0)
             real = used if collective == "ragged_all_to_all" else jnp.ones_like(used)
             poisoned = jnp.where(real[:, None], sums, jnp.nan)
@@ -128,14 +129,15 @@ def draw(seed: int, chosen: float = 0.8) -> tuple[np.ndarray, ...]:
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize(("seed", "chosen"), [(0, 0.8), (1, 0.3), (2, 0.0), (3, 1.0)])
 def test_there_and_back(collective: str, seed: int, chosen: float) -> None:
-    """Each token reaches each rank that has an expert of its own once, in order, and the sums are added up at home."""
+    """Each token reaches each rank that has an expert of its own, in order, and the sums are added up at home."""
     experts, x, d_home = draw(seed, chosen)
     ranks = np.arange(EP)
-    goes = ((experts // (E // EP))[:, :, None] == ranks).any(1)  # [tokens, ranks]
+    goes = ((experts // (E // EP))[:, :, None] == ranks).sum(1)  # [tokens, ranks], assignments
+    rows = goes if collective == "ragged_all_to_all" else np.minimum(goes, 1)
     home, received, used, slope = trips(collective, T * EP * 2)(experts, x, d_home)
     received, used = np.reshape(received, (EP, -1, WIDTH)), np.reshape(used, (EP, -1))
     for rank in range(EP):
-        assert same_bits(received[rank][used[rank]], x[goes[:, rank]])
+        assert same_bits(received[rank][used[rank]], np.repeat(x, rows[:, rank], axis=0))
     total = (goes * (1.0 + ranks)).sum(1, keepdims=True)
     assert_close(home, x * total, 1e-6)
     assert_close(slope, d_home * total, 1e-6)
@@ -143,18 +145,19 @@ def test_there_and_back(collective: str, seed: int, chosen: float) -> None:
     assert not np.asarray(home)[nowhere].any() and (nowhere.any() or chosen > 0.5)
 
 
-def test_a_token_travels_once_to_a_rank_with_several_of_its_experts() -> None:
-    """Six choices on two ranks are two rows, and the rows received never outnumber the rows of the buffers."""
+def test_the_ragged_one_sends_a_row_for_each_assignment() -> None:
+    """Two experts on each of two ranks are four rows, and the buffers are just large enough."""
 
     def plan(experts: Any) -> Any:
         transport = RaggedAllToAll.plan(experts, num_experts=E, num_rows=2, axis_name="expert")
-        return transport.sizes[None], transport.collect(jnp.ones((2, 1)))
+        return transport.sizes[None], transport.collect(jnp.ones((2, 1))), transport.collect_choices(experts)
 
-    experts = np.tile(np.int32([[0, 1, 6, 7], [8, 8, 8, 8]]), (EP, 1))
+    experts = np.tile(np.int32([[0, 6, 1, 7], [8, 8, 8, 8]]), (EP, 1))
     experts[2:] = E  # only the first rank has tokens
-    sizes, received = on_ranks(plan)(experts)
-    assert sizes[0].tolist() == [[1, 0, 0, 1], [0] * 4, [0] * 4, [0] * 4]
-    assert np.reshape(received, (EP, 2)).tolist() == [[1, 0], [0, 0], [0, 0], [1, 0]]
+    sizes, received, chosen = on_ranks(plan)(experts)
+    assert sizes[0].tolist() == [[2, 0, 0, 2], [0] * 4, [0] * 4, [0] * 4]
+    assert np.reshape(received, (EP, 2)).tolist() == [[1, 1], [0, 0], [0, 0], [1, 1]]
+    assert np.reshape(chosen, (EP, 2)).tolist() == [[0, 1], [0, 0], [0, 0], [6, 7]]
 
 
 def test_sums_are_added_in_float32() -> None:
