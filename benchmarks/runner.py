@@ -12,14 +12,11 @@ Exit codes: 0 done; 2 bad arguments.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -28,9 +25,8 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks import race
-from benchmarks.output import check_json, environment
+from benchmarks.output import environment, rounds_command
 from moe_blocks import Capacity, CapacitySpec, MoEBlock, Router
-from moe_blocks.capacity import positive_int
 from policies import RetryDropless, StepRunner
 
 LAGS = (0, 1, 3)
@@ -198,25 +194,15 @@ def render(figures: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help"} & set(words):
-        print(__doc__)
-        return 0
-    parser = argparse.ArgumentParser(prog="benchmarks.runner", add_help=False)
-    parser.add_argument("--rounds", type=int, default=None)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args(words)
-    try:
-        rounds = positive_int("rounds", (4 if args.quick else 40) if args.rounds is None else args.rounds, minimum=2)
-        check_json(args.json)
-    except ValueError as error:
-        parser.error(str(error))
-    figures = measure(QUICK if args.quick else Sizes(), rounds=rounds)
-    print(render(figures))
-    if args.json is not None:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    return 0
+    return rounds_command(
+        "benchmarks.runner",
+        __doc__,
+        argv,
+        rounds=(40, 4),
+        minimum=2,
+        measure=lambda quick, rounds: measure(QUICK if quick else Sizes(), rounds=rounds),
+        render=render,
+    )
 
 
 if __name__ == "__main__":

@@ -12,21 +12,17 @@ Exit codes: 0 done; 2 bad arguments.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from benchmarks import race
-from benchmarks.output import aligned, check_json, environment
+from benchmarks.output import aligned, environment, rounds_command
 from benchmarks.runner import FACTOR, QUICK, Sizes, training
-from moe_blocks.capacity import positive_int
 from policies import CapacityPolicy, Drop, RetryDropless, StaticFactor, StepRunner
 
 POLICIES: dict[str, CapacityPolicy] = {
@@ -103,28 +99,22 @@ def render(figures: dict[str, Any]) -> str:
     return "\n".join((*lines, *aligned(heads, body), told))
 
 
+def _measure(quick: bool, rounds: int) -> dict[str, Any]:
+    sizes, steps = (QUICK, QUICK_STEPS) if quick else (Sizes(tokens=512), STEPS)
+    return measure(sizes, steps=steps, rounds=rounds)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help"} & set(words):
-        print(__doc__)
-        return 0
-    parser = argparse.ArgumentParser(prog="benchmarks.scopes", add_help=False)
-    parser.add_argument("--rounds", type=int, default=None)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args(words)
-    try:
-        rounds = positive_int("rounds", (1 if args.quick else 7) if args.rounds is None else args.rounds)
-        check_json(args.json)
-    except ValueError as error:
-        parser.error(str(error))
-    sizes = QUICK if args.quick else Sizes(tokens=512)
-    figures = measure(sizes, steps=QUICK_STEPS if args.quick else STEPS, rounds=rounds)
-    print(render(figures))
-    if args.json is not None:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    return 0
+    return rounds_command(
+        "benchmarks.scopes",
+        __doc__,
+        argv,
+        rounds=(5, 1),
+        minimum=1,
+        measure=_measure,
+        render=render,
+    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe_blocks.capacity import SCOPES, Capacity, CapacitySpec, as_capacity, positive_int
 from moe_blocks.dispatch import DROP_ORDERS, Layout, combine_rows, gather_rows
-from moe_blocks.exchange import exchange, split_by_expert
+from moe_blocks.exchange import exchange, variable_specs
 from moe_blocks.experts import (
     Activation,
     as_activation,
@@ -25,7 +25,7 @@ from moe_blocks.experts import (
 )
 from moe_blocks.grouped_matmul import check_implementation
 from moe_blocks.linen import call_with_pure, with_axes
-from moe_blocks.losses import expert_load, load_balancing_loss, router_z_loss, update_expert_bias
+from moe_blocks.losses import expert_load, router_loss, update_expert_bias
 from moe_blocks.mesh import (
     AxisName,
     as_axes,
@@ -228,6 +228,7 @@ class MoEBlock(nn.Module):
         )
         if self.is_initializing():  # declare the parameters of all experts; below each rank sees its own
             self.experts(jnp.zeros((1, x.shape[-1]), x.dtype), jnp.zeros((self.num_experts,), jnp.int32))
+        kernel_specs = self._kernel_specs(x.shape[-1])
         output, total_recv_tokens, kept = call_with_pure(
             self,
             lambda block, *rows: block._serve(*rows),
@@ -243,7 +244,10 @@ class MoEBlock(nn.Module):
                 drop_order=self.drop_order,
                 expert_axis=self.expert_axis,
                 batch_axes=self.batch_axes,
-                specs=(self._specs(variables, x.shape[-1]), jax.tree.map(lambda _: P(), rngs)),
+                specs=(
+                    variable_specs(variables, self.num_experts, self.expert_axis, kernel_specs),
+                    jax.tree.map(lambda _: P(), rngs),
+                ),
                 fsdp_axis=self.fsdp_axis,
                 tensor_axis=None if self._has_own_experts else self.tensor_axis,
                 collective=self.collective,
@@ -253,7 +257,8 @@ class MoEBlock(nn.Module):
             for name, value in layer_metrics(routing, kept, token_mask).items():
                 self.sow("moe_metrics", name, value, init_fn=lambda: None, reduce_fn=lambda _, new: new)
         output = place_like(output, x)[: x.shape[0]]
-        return MoEOutput(output, self._aux_loss(routing, token_mask), total_recv_tokens)
+        aux_loss = router_loss(routing, token_mask, aux_loss_coeff=self.aux_loss_coeff, z_loss_coeff=self.z_loss_coeff)
+        return MoEOutput(output, aux_loss, total_recv_tokens)
 
     def route(self, x: Float[Array, "*tokens D"], token_mask: Bool[Array, "*tokens"] | None) -> Routing:
         """Chooses the experts of each token. Override it to bring your own router.
@@ -291,7 +296,7 @@ class MoEBlock(nn.Module):
     def experts(self, rows: Float[Array, "M D"], group_sizes: Int[Array, " E_local"]) -> Float[Array, "M D"]:
         """Applies the experts to the rows they received. Override it to bring your own experts.
 
-        It runs on one rank, on the rows of that rank's experts, possibly once per chunk. Declare the parameters with
+        It runs on one rank, on the rows of that rank's experts, once for each chunk or turn. Declare parameters with
         `expert_param`, or with ``self.param`` and the leading axis ``group_sizes.shape[0]``: such a parameter is
         split over the ranks. A parameter that all experts share must not lead with an axis of E entries. Parameters
         come in their storage dtype; `promote` casts them and the rows to the compute dtype::
@@ -358,21 +363,15 @@ class MoEBlock(nn.Module):
             for name, roles in axes.items()
         }
 
-    def _specs(self, variables: PyTree, width: int) -> PyTree:
-        """How the variables lie on the mesh. Those of own experts are split by expert only."""
-        specs = split_by_expert(variables, self.num_experts, self.expert_axis)
+    def _kernel_specs(self, width: int) -> dict[str, P]:
+        """How the parameters of the default experts lie on the mesh; own ones are split by expert only."""
         if self._has_own_experts:
-            return specs
+            return {}
         check_divides("the width of x", width, "fsdp_axis", self.fsdp_axis)
         check_divides("intermediate_size", self.intermediate_size, "tensor_axis", self.tensor_axis)
         mesh_axes = {"embed": self.fsdp_axis, "mlp": self.tensor_axis}
-        of_experts = {
-            f"['params']['{name}']": P(self.expert_axis, *(mesh_axes[role] for role in roles))
-            for name, roles in feed_forward_axes(gated=self.gated, use_bias=self.use_bias).items()
-        }
-        return jax.tree_util.tree_map_with_path(
-            lambda path, spec: of_experts.get(jax.tree_util.keystr(path[-2:]), spec), specs
-        )
+        axes = feed_forward_axes(gated=self.gated, use_bias=self.use_bias)
+        return {name: P(self.expert_axis, *(mesh_axes[role] for role in roles)) for name, roles in axes.items()}
 
     def expert_param(
         self,
@@ -399,12 +398,3 @@ class MoEBlock(nn.Module):
             return jax.vmap(lambda one: init(one, shape, self.param_dtype))(keys)
 
         return self.param(name, with_axes(init_each, (self.expert_axis_name, *axis_names)))
-
-    def _aux_loss(self, routing: Routing, token_mask: Array | None) -> Float[Array, ""]:
-        loss = jnp.float32(0)
-        if self.aux_loss_coeff:
-            balance = load_balancing_loss(routing.scores, routing.indices, token_mask=token_mask)
-            loss += self.aux_loss_coeff * balance
-        if self.z_loss_coeff:
-            loss += self.z_loss_coeff * router_z_loss(routing.logits, token_mask=token_mask)
-        return loss

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -22,9 +23,20 @@ PyTree = Any
 Experts = Callable[[PyTree, Array, Array, Layout], Array]
 
 
-def split_by_expert(variables: PyTree, num_experts: int, expert_axis: AxisName) -> PyTree:
-    """A ``PartitionSpec`` for each leaf: over ``expert_axis`` if its leading axis is E, and whole if it is not."""
-    return jax.tree.map(lambda leaf: P(expert_axis) if leaf.shape[:1] == (num_experts,) else P(), variables)
+def variable_specs(
+    variables: PyTree, num_experts: int, expert_axis: AxisName, params: Mapping[str, P] = MappingProxyType({})
+) -> PyTree:
+    """A ``PartitionSpec`` for each leaf.
+
+    That of ``params`` for the parameters named there, else over ``expert_axis`` if the leading axis is E, else whole.
+    """
+    named = {f"['params']['{name}']": spec for name, spec in params.items()}
+
+    def spec_of(path: Any, leaf: Array) -> P:
+        split = P(expert_axis) if leaf.shape[:1] == (num_experts,) else P()
+        return named.get(jax.tree_util.keystr(path[-2:]), split)
+
+    return jax.tree_util.tree_map_with_path(spec_of, variables)
 
 
 def _gather(variables: PyTree, specs: PyTree, fsdp_axis: AxisName) -> PyTree:
@@ -144,7 +156,7 @@ def exchange(
       drop_order: which assignments lose (`dispatch.admit`).
       expert_axis: mesh axis, or axes, that share the experts, or None.
       batch_axes: mesh axes that shard the leading axis of ``tokens``; () runs on one device.
-      specs: how the variables lie on the mesh, a ``PartitionSpec`` for each leaf; None: `split_by_expert`.
+      specs: how the variables lie on the mesh, a ``PartitionSpec`` for each leaf; None: `variable_specs`.
       fsdp_axis: mesh axis over which ``experts`` sees the variables whole all the same.
       tensor_axis: mesh axis over which the results of ``experts`` are parts that are added up.
       collective: how tokens travel (`transport`); None: the best for the platform.
@@ -157,7 +169,7 @@ def exchange(
     args = (variables, tokens, indices, weights, token_mask)
     if not batch_axes:
         return layer.on_rank(*args)
-    specs = split_by_expert(variables, spec.num_experts, expert_axis) if specs is None else specs
+    specs = variable_specs(variables, spec.num_experts, expert_axis) if specs is None else specs
 
     def on_shards(variables: PyTree, *args: Any) -> tuple[Array, Array, Array]:
         return layer.on_rank(_gather(variables, specs, fsdp_axis), *args)

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from moe_blocks.routing import Routing
+
 
 def _mean_over_tokens(
     values: Float[Array, "*tokens E"], token_mask: Bool[Array, "*tokens"] | None
@@ -105,6 +107,18 @@ def router_z_loss(
         logits = jnp.where(token_mask[..., None], logits, 0)
     z = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1, keepdims=True)
     return _mean_over_tokens(jnp.square(z), token_mask)[0]
+
+
+def router_loss(
+    routing: Routing, token_mask: Bool[Array, "*tokens"] | None, *, aux_loss_coeff: float, z_loss_coeff: float
+) -> Float[Array, ""]:
+    """The weighted sum of `load_balancing_loss` and `router_z_loss`; exactly 0, at no cost, without coefficients."""
+    loss = jnp.float32(0)
+    if aux_loss_coeff:
+        loss += aux_loss_coeff * load_balancing_loss(routing.scores, routing.indices, token_mask=token_mask)
+    if z_loss_coeff:
+        loss += z_loss_coeff * router_z_loss(routing.logits, token_mask=token_mask)
+    return loss
 
 
 def update_expert_bias(expert_bias: Float[Array, " E"], load: Int[Array, " E"], *, rate: float) -> Float[Array, " E"]:

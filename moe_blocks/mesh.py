@@ -63,6 +63,10 @@ def check_axes(
     """Raises a ``ValueError`` if the axes of a layer do not fit together. It needs no mesh."""
     if not isinstance(batch_axes, tuple) or len(set(batch_axes)) != len(batch_axes):
         raise ValueError(f"batch_axes must be a tuple of distinct axis names, got {batch_axes!r}")
+    of_kernels = {"expert_axis": expert_axis, "fsdp_axis": fsdp_axis, "tensor_axis": tensor_axis}
+    for argument, axis_name in of_kernels.items():
+        if axis_name is not None and not as_axes(axis_name):
+            raise ValueError(f"{argument} must be None, a mesh axis or several, got {axis_name!r}")
     if not set(as_axes(expert_axis)) <= set(batch_axes):
         raise ValueError(
             f"batch_axes must include expert_axis={expert_axis!r}, got {batch_axes!r}; tokens are sharded over the "
@@ -78,7 +82,6 @@ def check_axes(
             f"tensor_axis={tensor_axis!r} must not be among batch_axes, got {sorted(shared)} in both; the tokens are "
             "copied over it"
         )
-    of_kernels = {"expert_axis": expert_axis, "fsdp_axis": fsdp_axis, "tensor_axis": tensor_axis}
     for (one, axes), (other, others) in itertools.combinations(of_kernels.items(), 2):
         if shared := set(as_axes(axes)) & set(as_axes(others)):
             raise ValueError(f"{one} and {other} must not share a mesh axis, got {sorted(shared)} in both")

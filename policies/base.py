@@ -84,7 +84,8 @@ class PolicyState(NamedTuple):
       ladder: slots of every rung, increasing; the last one is dropless.
       balanced: slots that a balanced router needs, to tell slots as a factor.
       slots: the rung of the next step, of the layer with the largest where they differ.
-      quiet: consecutive accepted steps that the next lower rung would have served.
+      quiet: consecutive accepted steps that the next lower rung would have served; with a rung for each layer, steps
+        since the last change or overflow.
       overflows: attempts so far whose demand exceeded their capacity.
       rejections: attempts so far that were rejected.
       skips: consecutive steps up to the last one that were skipped.
@@ -192,7 +193,7 @@ class CapacityPolicy(abc.ABC):
     Subclass it as a frozen dataclass of config numbers, define the three abstract methods, and make it
     known to ``from_config`` with ``register``. Laws that every policy keeps:
 
-    - the capacity is always one of ``capacities(state)``, which never changes;
+    - the capacity is always one of ``capacities(state)``, whose number is bounded;
     - after a rejection the next capacity is strictly larger, or ``update`` raises;
     - a dropless attempt is never rejected, so a retry always ends;
     - ``update`` and ``skip`` depend on their arguments alone;

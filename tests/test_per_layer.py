@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_blocks import Capacity, MoEBlock, Router
-from policies import AdaptiveGrow, CapacityPolicy, StaticFactor, StepReport, StepRunner
+from policies import AdaptiveGrow, CapacityPolicy, Drop, StaticFactor, StepReport, StepRunner
 
 LAYERS, E, K, D, TOKENS = 3, 8, 2, 16, 64
 
@@ -67,6 +67,8 @@ def test_it_saves_slots_and_changes_no_step() -> None:
     np.testing.assert_allclose(losses, want, rtol=1e-6)
     np.testing.assert_allclose(losses_each, want, rtol=1e-6)
     assert max(report.attempts for report in each) >= 2
+    _, dropped = train(Drop(1.0))  # the control: without the retries the steps are others
+    assert max(abs(np.array(dropped) / want - 1)) > 1e-3
     assert slots(each) < 0.75 * slots(whole)
     last = each[-1]
     assert len(last.by_layer) == LAYERS and last.by_layer[2] > 1.5 * max(last.by_layer[:2])

@@ -71,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print("chaos: error:", error, file=sys.stderr)
         return 2
-    shutil.rmtree(settings.out, ignore_errors=True)
+    for earlier in own(settings.out):
+        shutil.rmtree(earlier)
     reference = config_of(settings, "alone")
     print(f"one training of {settings.steps} steps, left alone ...", file=sys.stderr)
     live(reference, settings, lambda _: False)
@@ -106,10 +107,21 @@ def settings_of(given: dict[str, str]) -> Settings:
     values = {**defaults, **given}
     if values["wrong"] not in WRONG:
         raise ValueError(f"wrong must be one of {WRONG}, got {values['wrong']!r}")
+    for key in ("kills", "seed", "steps"):
+        if not values[key].isdecimal():
+            raise ValueError(f"{key} must be a whole number, got {values[key]!r}")
     numbers = {key: int(values[key]) for key in ("kills", "seed", "steps")}
     if min(numbers["kills"], numbers["steps"]) < 1:
         raise ValueError(f"kills and steps must be at least 1, got {numbers}")
-    return Settings(out=Path(values["out"]).absolute(), wrong=values["wrong"], data=values["data"], **numbers)
+    out = Path(values["out"]).absolute()
+    if out.exists() and (foreign := sorted({path.name for path in out.iterdir()} - {path.name for path in own(out)})):
+        raise ValueError(f"out must be a new folder, or one of an earlier chaos run, got {out}, which holds {foreign}")
+    return Settings(out=out, wrong=values["wrong"], data=values["data"], **numbers)
+
+
+def own(out: Path) -> list[Path]:
+    """What runs of this program leave in their folder."""
+    return [path for pattern in ("alone", "killed*", "compiled") for path in out.glob(pattern)]
 
 
 def config_of(settings: Settings, name: str) -> Config:

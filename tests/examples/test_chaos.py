@@ -100,3 +100,11 @@ def test_a_checkpoint_that_forgot_something_is_found(output: str, folder: Path, 
 def test_bad_arguments_are_told(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
     assert chaos.main(words) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_folder_of_somebody_else_is_left_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "thesis.txt").write_text("mine")
+    assert chaos.main([f"out={tmp_path}"]) == 2
+    assert "out must be a new folder, or one of an earlier chaos run" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "thesis.txt"]

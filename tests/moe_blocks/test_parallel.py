@@ -192,6 +192,7 @@ def test_kernels_are_gathered_twice_and_their_gradients_scattered() -> None:
             {"batch_axes": ("a", "b"), "expert_axis": "b", "fsdp_axis": ("a", "b")},
             r"expert_axis and fsdp_axis must not share a mesh axis, got \['b'\] in both",
         ),
+        ({"batch_axes": ("a",), "expert_axis": ()}, r"expert_axis must be None, a mesh axis or several, got \(\)"),
         ({"batch_axes": ("a",), "expert_axis": ("a", "b")}, r"batch_axes must include expert_axis=\('a', 'b'\), got"),
     ],
 )
